@@ -1,0 +1,487 @@
+"""What a node is like, gathered in one go: system, memory, disks, ports, GPUs, users, leftovers.
+
+`gather(request)` only reads. Everything it returns is plain data, so that a recorded answer is a test case.
+Sizes are bytes, times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+COMMAND_LIMIT_S = 10
+"""Seconds that one command (systemctl, journalctl) may take."""
+
+GPU_COMMAND_LIMIT_S = 60
+"""Seconds that nvidia-smi may take: without persistence it initialises every GPU first."""
+
+XID_LINES_KEPT = 20
+
+Runner = Callable[[Sequence[str], int], "tuple[int, str]"]
+
+
+def run(argv: Sequence[str], limit_s: int = COMMAND_LIMIT_S) -> tuple[int, str]:
+    """Exit code and output of a command; 127: there is no such, 124: it took longer than its limit."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit_s,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, ""
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def read(path: str | Path) -> str:
+    """A file's text, "" when it is not there or may not be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# --- system -------------------------------------------------------------------------------------------------
+
+
+def parse_os_release(text: str) -> dict[str, str]:
+    """id, version, name and the ids it is like, from /etc/os-release."""
+    values = dict(re.findall(r'^([A-Z_]+)="?(.*?)"?$', text, re.MULTILINE))
+    return {
+        "id": values.get("ID", "unknown"),
+        "version": values.get("VERSION_ID", ""),
+        "name": values.get("PRETTY_NAME", "unknown"),
+        "like": values.get("ID_LIKE", ""),
+    }
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """Bytes of total and available memory and of swap."""
+    kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {
+        "total": kib.get("MemTotal", 0) * 1024,
+        "available": kib.get("MemAvailable", 0) * 1024,
+        "swap": kib.get("SwapTotal", 0) * 1024,
+    }
+
+
+def parse_systemd_version(text: str) -> int | None:
+    """The major version in the first line of `systemctl --version`, None when there is none."""
+    match = re.match(r"systemd (\d+)", text)
+    return int(match.group(1)) if match else None
+
+
+def systemd(runner: Runner = run) -> dict[str, Any]:
+    """Version, and whether it is what runs the machine."""
+    code, text = runner(["systemctl", "--version"], COMMAND_LIMIT_S)
+    return {
+        "version": parse_systemd_version(text) if code == 0 else None,
+        "running": Path("/run/systemd/system").is_dir(),
+    }
+
+
+def cgroup() -> dict[str, Any]:
+    """Version of the control groups that systemd sees, and their controllers."""
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    return {"version": 2 if unified else 1, "controllers": read("/sys/fs/cgroup/cgroup.controllers").split()}
+
+
+def python() -> dict[str, Any]:
+    """The interpreter that gathers, and whether it can make environments."""
+    have_venv = all(_has_module(name) for name in ("venv", "ensurepip"))
+    return {"version": platform.python_version(), "executable": sys.executable, "venv": have_venv}
+
+
+def _has_module(name: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def clock(runner: Runner = run) -> dict[str, Any]:
+    """The time here and whether somebody keeps it right (None: nobody to ask)."""
+    code, text = runner(["timedatectl", "show", "--property=NTPSynchronized", "--value"], COMMAND_LIMIT_S)
+    synchronized = {"yes": True, "no": False}.get(text.strip()) if code == 0 else None
+    return {"epoch": time.time(), "synchronized": synchronized, "zone": time.strftime("%Z")}
+
+
+def users(names: Iterable[str]) -> dict[str, int | None]:
+    """Uid of each asked-for user, None when there is no such user."""
+    found: dict[str, int | None] = {}
+    for name in names:
+        try:
+            found[name] = pwd.getpwnam(name).pw_uid
+        except KeyError:
+            found[name] = None
+    return found
+
+
+def limits() -> dict[str, int]:
+    """Hard limits of this process, -1 for none: open files and locked memory (bytes)."""
+    return {
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
+    }
+
+
+def package_lock() -> dict[str, Any] | None:
+    """Who holds the package manager's lock: pid and process, None when nobody does."""
+    path = "/var/lib/dpkg/lock-frontend"
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    wanted = (os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
+    for pid, major, minor, inode in parse_locks(read("/proc/locks")):
+        if (major, minor, inode) == wanted:
+            return {"pid": pid, "process": read(f"/proc/{pid}/comm").strip() or "unknown"}
+    return None
+
+
+def parse_locks(text: str) -> list[tuple[int, int, int, int]]:
+    """(pid, major, minor, inode) of each held lock in /proc/locks; waiting ones ("->") are left out."""
+    rows = re.findall(
+        r"^\d+: (?:POSIX|FLOCK|OFDLCK)\s+\S+\s+\S+\s+(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+)", text, re.MULTILINE
+    )
+    return [(int(pid), int(major, 16), int(minor, 16), int(inode)) for pid, major, minor, inode in rows]
+
+
+# --- disks --------------------------------------------------------------------------------------------------
+
+
+def existing_parent(path: str) -> str:
+    """The closest folder above (or at) `path` that exists."""
+    here = Path(path)
+    return str(next(folder for folder in (here, *here.parents, Path("/")) if folder.is_dir()))
+
+
+def disk(path: str) -> dict[str, Any]:
+    """Room at `path`, or where it will be: bytes, files, file system and how much `path` holds already."""
+    here = existing_parent(path)
+    room = os.statvfs(here)
+    mount, kind, options = mount_of(here, read("/proc/self/mounts"))
+    return {
+        "path": path,
+        "mount": mount,
+        "kind": kind,
+        "read_only": "ro" in options.split(","),
+        "free": room.f_bavail * room.f_frsize,
+        "total": room.f_blocks * room.f_frsize,
+        "files_free": room.f_favail,
+        "held": held(path),
+    }
+
+
+def held(path: str) -> int:
+    """Bytes allocated by the files below `path` (links not followed)."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += Path(folder, name).lstat().st_blocks * 512
+    return total
+
+
+def mount_of(path: str, mounts: str) -> tuple[str, str, str]:
+    """Mount point, file system and options of a path, given the text of /proc/self/mounts."""
+    best = ("/", "unknown", "")
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 4:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[1])
+        inside = point == "/" or path == point or path.startswith(point + "/")
+        if inside and len(point) >= len(best[0]):
+            best = (point, fields[2], fields[3])
+    return best
+
+
+# --- ports and processes ------------------------------------------------------------------------------------
+
+
+def parse_listening(text: str) -> list[tuple[str, int, str]]:
+    """(address, port, socket inode) of each listening socket in /proc/net/tcp or /proc/net/tcp6."""
+    found = []
+    for line in text.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "0A":
+            address, port = fields[1].split(":")
+            found.append((_address(address), int(port, 16), fields[9]))
+    return found
+
+
+def _address(text: str) -> str:
+    raw = b"".join(struct.pack("=I", int(text[start : start + 8], 16)) for start in range(0, len(text), 8))
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
+
+def socket_owners(inodes: Iterable[str]) -> dict[str, int]:
+    """Pid that holds each socket (root sees all, others their own)."""
+    wanted = {f"socket:[{inode}]": inode for inode in inodes}
+    owners: dict[str, int] = {}
+    for pid in pids():
+        for target in _open_files(pid):
+            if target in wanted:
+                owners.setdefault(wanted[target], pid)
+    return owners
+
+
+def pids() -> list[int]:
+    """All processes."""
+    return sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _open_files(pid: int) -> list[str]:
+    """What a process's descriptors point to; empty when it is gone or not ours to see."""
+    targets = []
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                targets.append(str(link.readlink()))
+    except OSError:
+        return []
+    return targets
+
+
+def listening() -> list[dict[str, Any]]:
+    """Listening TCP sockets with process, pid and systemd unit, by port."""
+    rows = parse_listening(read("/proc/net/tcp")) + parse_listening(read("/proc/net/tcp6"))
+    owners = socket_owners(inode for _, _, inode in rows)
+    found = []
+    for address, port, inode in rows:
+        pid = owners.get(inode)
+        found.append({"address": address, "port": port, "pid": pid, **process(pid)})
+    return sorted(found, key=lambda row: (row["port"], row["address"]))
+
+
+def process(pid: int | None) -> dict[str, str | None]:
+    """Name and unit of a process; None when unknown."""
+    if pid is None:
+        return {"process": None, "unit": None}
+    unit = parse_unit(read(f"/proc/{pid}/cgroup"))
+    return {"process": read(f"/proc/{pid}/comm").strip() or None, "unit": unit}
+
+
+def parse_unit(text: str) -> str | None:
+    """The service in a process's /proc/<pid>/cgroup, None when it runs in none."""
+    match = re.search(r"([^/\n]+\.service)", text)
+    return match.group(1) if match else None
+
+
+def leftovers(pattern: str) -> list[dict[str, Any]]:
+    """Processes outside any unit whose command line matches `pattern`: servers that somebody left behind."""
+    if not pattern:
+        return []
+    wanted = re.compile(pattern)
+    mine = {os.getpid(), os.getppid()}
+    found = []
+    for pid in pids():
+        command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+        if pid in mine or not command or not wanted.search(command):
+            continue
+        unit = parse_unit(read(f"/proc/{pid}/cgroup"))
+        if unit is None or not unit.startswith("bringup-"):
+            found.append({"pid": pid, "process": read(f"/proc/{pid}/comm").strip(), "unit": unit})
+    return found
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------
+
+NVIDIA_VENDOR = "0x10de"
+GPU_CLASSES = ("0x0300", "0x0302")
+SWITCH_CLASS = "0x0680"
+
+
+def pci(base: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
+    """Addresses of NVIDIA GPUs and NVSwitches on the bus, and the kernel driver of each GPU."""
+    gpus: list[dict[str, Any]] = []
+    switches: list[str] = []
+    for folder in sorted(base.glob("*")):
+        if read(folder / "vendor").strip() != NVIDIA_VENDOR:
+            continue
+        kind = read(folder / "class").strip()[:6]
+        if kind in GPU_CLASSES:
+            link = folder / "driver"
+            driver = link.resolve().name if link.exists() else None
+            gpus.append({"address": folder.name, "device": read(folder / "device").strip(), "driver": driver})
+        elif kind == SWITCH_CLASS:
+            switches.append(folder.name)
+    return {"gpus": gpus, "switches": switches}
+
+
+def parse_smi(text: str) -> dict[str, Any]:
+    """Driver, CUDA version and one row a GPU from `nvidia-smi -q -x`. Raises ET.ParseError."""
+    root = ET.fromstring(text)
+    return {
+        "driver": root.findtext("driver_version"),
+        "cuda": root.findtext("cuda_version"),
+        "attached": _number(root.findtext("attached_gpus")),
+        "gpus": [_gpu(node) for node in root.findall("gpu")],
+    }
+
+
+def _gpu(node: ET.Element) -> dict[str, Any]:
+    def text(path: str) -> str | None:
+        value = node.findtext(path)
+        return None if value in (None, "N/A", "[N/A]", "Unknown Error") else value
+
+    def total(*paths: str) -> int | None:
+        """The first of `paths` that this driver reports, as a number."""
+        return next((value for value in (_number(text(path)) for path in paths) if value is not None), None)
+
+    return {
+        "name": text("product_name"),
+        "uuid": text("uuid"),
+        "address": node.get("id"),
+        "pci_id": text("pci/pci_device_id"),
+        "memory": _mebibytes(text("fb_memory_usage/total")),
+        "memory_used": _mebibytes(text("fb_memory_usage/used")),
+        "persistence": text("persistence_mode"),
+        "compute_mode": text("compute_mode"),
+        "mig": text("mig_mode/current_mig"),
+        "ecc": text("ecc_mode/current_ecc"),
+        "ecc_uncorrected": total(
+            "ecc_errors/aggregate/sram_uncorrectable_parity", "ecc_errors/aggregate/dram_uncorrectable"
+        ),
+        "ecc_uncorrected_since_boot": total("ecc_errors/volatile/dram_uncorrectable"),
+        "remap_pending": text("remapped_rows/remapped_row_pending"),
+        "remap_failed": text("remapped_rows/remapped_row_failure"),
+        "recovery": text("gpu_recovery_action"),
+        "fabric_state": text("fabric/state"),
+        "fabric_status": text("fabric/status"),
+        "power_limit_w": _number(
+            text("gpu_power_readings/current_power_limit") or text("power_readings/power_limit")
+        ),
+        "temperature_c": _number(text("temperature/gpu_temp")),
+        "link_width": _number(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
+        "link_width_max": _number(text("pci/pci_gpu_link_info/link_widths/max_link_width")),
+        "processes": [
+            {"pid": _number(row.findtext("pid")), "name": row.findtext("process_name")}
+            for row in node.findall("processes/process_info")
+        ],
+    }
+
+
+def _number(text: str | None) -> int | None:
+    match = re.match(r"\s*(\d+)", text or "")
+    return int(match.group(1)) if match else None
+
+
+def _mebibytes(text: str | None) -> int | None:
+    number = _number(text)
+    return None if number is None else number * 1024 * 1024
+
+
+def parse_module_version(text: str) -> str | None:
+    """The running kernel module's version in /proc/driver/nvidia/version."""
+    match = re.search(r"Kernel Module(?:\s+for\s+\S+)?\s+(\d+\.\d+(?:\.\d+)?)", text)
+    return match.group(1) if match else None
+
+
+def parse_xids(text: str) -> list[dict[str, Any]]:
+    """The newest Xid errors in a kernel log: number, PCI address and the line."""
+    rows = re.findall(r"(NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+).*)", text)
+    return [{"xid": int(number), "address": at, "line": line} for line, at, number in rows[-XID_LINES_KEPT:]]
+
+
+def gpu(runner: Runner = run) -> dict[str, Any]:
+    """All about the GPUs; on a node without any, two empty lists and no command run."""
+    devices = pci()
+    module = read("/proc/driver/nvidia/version")
+    tool = shutil.which("nvidia-smi")
+    facts: dict[str, Any] = {
+        "pci": devices,
+        "module": parse_module_version(module),
+        "open_module": "Open Kernel Module" in module if module else None,
+        "nouveau": Path("/sys/module/nouveau").is_dir(),
+        "device_nodes": sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")),
+        "tool": tool,
+        "smi": None,
+        "smi_error": None,
+        "xids": [],
+        "units": {},
+        "fabric_manager": None,
+    }
+    if not (devices["gpus"] or tool or module):
+        return facts
+    facts.update(_smi(runner) if tool else {})
+    search = ["journalctl", "-k", "-b", "-q", "-o", "cat", "--grep", "NVRM: Xid"]
+    facts["xids"] = parse_xids(runner(search, COMMAND_LIMIT_S)[1])
+    for unit in ("nvidia-persistenced", "nvidia-fabricmanager"):
+        facts["units"][unit] = runner(["systemctl", "is-active", unit], COMMAND_LIMIT_S)[1].strip()
+    code, text = runner(["nv-fabricmanager", "--version"], COMMAND_LIMIT_S)
+    match = re.search(r"(\d+\.\d+(?:\.\d+)?)", text) if code == 0 else None
+    facts["fabric_manager"] = match.group(1) if match else None
+    return facts
+
+
+def _smi(runner: Runner) -> dict[str, Any]:
+    code, text = runner(["nvidia-smi", "-q", "-x"], GPU_COMMAND_LIMIT_S)
+    if code == 0:
+        try:
+            return {"smi": parse_smi(text)}
+        except ET.ParseError as error:
+            return {"smi_error": f"nvidia-smi -q -x gave no valid XML: {error}"}
+    reason = f"took longer than {GPU_COMMAND_LIMIT_S} s" if code == 124 else " ".join(text.split())[:300]
+    return {"smi_error": reason or f"exit code {code}"}
+
+
+# --- all together -------------------------------------------------------------------------------------------
+
+
+def gather(request: Mapping[str, Any], runner: Runner = run) -> dict[str, Any]:
+    """All facts. `request`: `paths` (disks to look at), `users` and `programs` (names), `leftovers` (a
+    pattern of command lines)."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "host": socket.gethostname(),
+        "uid": os.geteuid(),
+        "os": parse_os_release(read("/etc/os-release")),
+        "arch": platform.machine(),
+        "kernel": platform.release(),
+        "systemd": systemd(runner),
+        "cgroup": cgroup(),
+        "python": python(),
+        "cpus": os.cpu_count() or 0,
+        "memory": parse_meminfo(read("/proc/meminfo")),
+        "disks": [disk(path) for path in request.get("paths", [])],
+        "listening": listening(),
+        "leftovers": leftovers(request.get("leftovers", "")),
+        "users": users(request.get("users", [])),
+        "limits": limits(),
+        "package_lock": package_lock(),
+        "clock": clock(runner),
+        "gpu": gpu(runner),
+        "programs": {name: shutil.which(name) for name in request.get("programs", [])},
+    }
+
+
+if __name__ == "__main__":
+    json.dump(gather(json.load(sys.stdin) if not sys.stdin.isatty() else {}), sys.stdout, indent=1)

@@ -1,0 +1,672 @@
+"""Is a node as its plan needs it? Facts in (`bringup.node.facts`), findings out, nothing else.
+
+A check is a function of facts and expectation that yields findings. What is the same for each GPU is a row of
+`GPU_RULES`. Codes are stable: reports, runbooks and tests name them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+GIB = 1024**3
+
+OLDEST_SYSTEMD = 249
+"""The first with LoadCredential and the sandboxing that units use (Ubuntu 22.04 has it)."""
+
+OLDEST_PYTHON = (3, 9)
+"""Of the node's own Python: the oldest that today's Ansible modules run on."""
+
+DISTRIBUTIONS: Mapping[str, tuple[int, ...]] = {"debian": (12,), "ubuntu": (22, 4)}
+"""The oldest version of each distribution that the roles are written for."""
+
+SUPPORTED = "debian 12, ubuntu 22.04"
+
+CLOCK_LIMIT_S = 300
+"""Seconds that a node's clock may be away from ours before certificates and logs are in doubt."""
+
+MEMORY_SHARE = 0.9
+"""Part of the nominal memory that must be there: firmware and the kernel keep some."""
+
+GPU_MEMORY_SHARE = 0.93
+"""Part of a GPU's nominal memory that the driver must show: ECC and firmware take the rest."""
+
+HARD_XIDS = frozenset({48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+"""Xid errors that mean hardware or a driver that must be reset (https://docs.nvidia.com/deploy/xid-errors/)."""
+
+ANY_ADDRESSES = frozenset({"0.0.0.0", "::", "*", ""})
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict: stable `code`, how bad, what is wrong, what was seen, and the step that helps."""
+
+    code: str
+    severity: Severity
+    what: str
+    evidence: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        seen = f" ({self.evidence})" if self.evidence else ""
+        return f"{self.code}: {self.what}{seen}" + (f". {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port that a service will listen on; `unit` without suffix."""
+
+    port: int
+    bind: str
+    unit: str
+    service: str
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that must fit at a path in the end (what is there already counts), and what for."""
+
+    path: str
+    needed: int
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a host's plan needs of it. The mappings are parts of the platform's catalog entry, as data."""
+
+    arch: str = "any"
+    platform: str = ""
+    gpus: Mapping[str, Any] | None = None
+    driver: Mapping[str, Any] | None = None
+    links: Mapping[str, Any] = field(default_factory=dict)
+    thresholds: Mapping[str, Any] = field(default_factory=dict)
+    ports: tuple[Port, ...] = ()
+    rooms: tuple[Room, ...] = ()
+    memory: int = 0
+    now: float | None = None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Expected:
+        """From plain data, such as role variables. Raises TypeError for an unknown key."""
+        return cls(
+            **{
+                **data,
+                "ports": tuple(Port(**port) for port in data.get("ports", ())),
+                "rooms": tuple(Room(**room) for room in data.get("rooms", ())),
+            }
+        )
+
+    def threshold(self, name: str, default: float) -> float:
+        """A limit of the platform, or the default."""
+        return float(self.thresholds.get(name, default))
+
+
+Facts = Mapping[str, Any]
+Check = Callable[[Facts, Expected], Iterable[Finding]]
+
+
+def numbers(text: str | None) -> tuple[int, ...]:
+    """ "580.105.08" -> (580, 105, 8), for comparing."""
+    return tuple(int(part) for part in re.findall(r"\d+", text or ""))
+
+
+def size(number: float) -> str:
+    """Bytes for people: "12.3 GiB", "4 MiB"."""
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 1024**2:.0f} MiB"
+
+
+# --- system -------------------------------------------------------------------------------------------------
+
+
+def check_arch(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The processor architecture is the platform's."""
+    if expected.arch not in ("any", "", facts["arch"]):
+        yield Finding(
+            "ARCH_WRONG",
+            "error",
+            f"platform {expected.platform} is {expected.arch}, this node is {facts['arch']}",
+            f"uname -m: {facts['arch']}",
+            "Give the host another node_platform in its inventory",
+        )
+
+
+def check_system(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The distribution is one that the roles are written for."""
+    system = facts["os"]
+    oldest = DISTRIBUTIONS.get(system["id"])
+    if oldest is None:
+        related = any(name in system["like"].split() for name in DISTRIBUTIONS)
+        yield Finding(
+            "OS_UNSUPPORTED",
+            "warning" if related else "error",
+            f"{system['name']} is not a system that the roles are written for",
+            f"ID={system['id']}",
+            f"Install one of: {SUPPORTED} (or newer)",
+        )
+    elif numbers(system["version"]) < oldest:
+        yield Finding(
+            "OS_UNSUPPORTED",
+            "error",
+            f"{system['name']} is too old",
+            f"VERSION_ID={system['version']}",
+            f"Upgrade to {SUPPORTED} (or newer)",
+        )
+
+
+def check_systemd(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """systemd runs the machine, and is new enough for the units."""
+    found = facts["systemd"]
+    if not found["running"]:
+        yield Finding(
+            "SYSTEMD_MISSING",
+            "error",
+            "systemd does not run this machine, so servers cannot be supervised",
+            "/run/systemd/system is not there",
+            "Boot the node with systemd as its first process",
+        )
+    elif (found["version"] or 0) < OLDEST_SYSTEMD:
+        yield Finding(
+            "SYSTEMD_TOO_OLD",
+            "error",
+            f"systemd {found['version']} is older than {OLDEST_SYSTEMD}",
+            f"systemctl --version: {found['version']}",
+            "Upgrade the distribution",
+        )
+
+
+def check_python(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The node's own Python can run modules."""
+    found = facts["python"]["version"]
+    if numbers(found)[:2] < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        yield Finding(
+            "PYTHON_TOO_OLD",
+            "error",
+            f"Python {found} is older than {oldest}",
+            facts["python"]["executable"],
+            "Install a newer python3, or set ansible_python_interpreter for the host",
+        )
+
+
+def check_root(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """We look as root: without, ports have no owners and nothing can be installed."""
+    if facts["uid"] != 0:
+        yield Finding(
+            "NOT_ROOT",
+            "error",
+            "the login user could not become root",
+            f"uid {facts['uid']}",
+            "Give it sudo rights, or set ansible_become_password from the vault",
+        )
+
+
+def check_clock(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The clock is near ours; certificates, tokens and log order need that."""
+    if expected.now is not None and abs(facts["clock"]["epoch"] - expected.now) > CLOCK_LIMIT_S:
+        away = round(facts["clock"]["epoch"] - expected.now)
+        yield Finding(
+            "CLOCK_WRONG",
+            "error",
+            f"the node's clock is {abs(away)} s {'ahead of' if away > 0 else 'behind'} the controller's",
+            f"limit {CLOCK_LIMIT_S} s",
+            "Set the time and keep it: sudo timedatectl set-ntp true",
+        )
+
+
+def check_package_lock(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Somebody installs packages right now: we wait for them, so it is only a word of warning."""
+    holder = facts.get("package_lock")
+    if holder:
+        yield Finding(
+            "PACKAGE_LOCK_HELD",
+            "warning",
+            f"{holder['process']} (pid {holder['pid']}) is installing packages; roles wait for it",
+            "/var/lib/dpkg/lock-frontend is held",
+            "Wait, or see: sudo journalctl -u apt-daily-upgrade",
+        )
+
+
+# --- memory, disks, ports -----------------------------------------------------------------------------------
+
+
+def check_memory(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """There is as much memory as the plan's services and the platform need."""
+    total = facts["memory"]["total"]
+    if expected.memory and total < expected.memory * MEMORY_SHARE:
+        yield Finding(
+            "MEMORY_TOO_SMALL",
+            "error",
+            f"needs {size(expected.memory)} of memory, this node has {size(total)}",
+            f"MemTotal {size(total)}",
+            "Use a bigger node, or a profile that offloads less to host memory",
+        )
+
+
+def check_disks(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """What must be stored fits: paths on one file system share its room."""
+    disks = {disk["path"]: disk for disk in facts["disks"]}
+    by_mount: dict[str, list[Room]] = defaultdict(list)
+    for room in expected.rooms:
+        if room.path in disks:
+            by_mount[disks[room.path]["mount"]].append(room)
+    reserve = int(expected.threshold("disk_free_gib", 0) * GIB)
+    for mount, rooms in by_mount.items():
+        here = disks[rooms[0].path]
+        if here["read_only"]:
+            yield Finding(
+                "DISK_READ_ONLY",
+                "error",
+                f"{mount} is mounted read-only, and {rooms[0].path} ({rooms[0].purpose}) must be written",
+                f"{here['kind']} on {mount}",
+                f"Look why (sudo dmesg | grep -i remount), then: sudo mount -o remount,rw {mount}",
+            )
+            continue
+        missing = sum(max(0, room.needed - disks[room.path]["held"]) for room in rooms)
+        if here["free"] < missing + reserve:
+            listed = "; ".join(f"{room.path} {size(room.needed)} for {room.purpose}" for room in rooms)
+            yield Finding(
+                "DISK_FULL",
+                "error",
+                f"{mount} has {size(here['free'])} free, {size(missing + reserve)} are needed "
+                f"({size(missing)} to store, {size(reserve)} to keep free)",
+                listed,
+                f"Make room (sudo du -xh --max-depth=2 {mount} | sort -h | tail) or store on another disk",
+            )
+
+
+def check_ports(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Nobody but our own unit listens on a service's port."""
+    planned = {port.unit: port.port for port in expected.ports}
+    for port in expected.ports:
+        for row in facts["listening"]:
+            unit = (row["unit"] or "").removesuffix(".service")
+            if row["port"] != port.port or unit == port.unit or not _overlap(row["address"], port.bind):
+                continue
+            moves = unit in planned and planned[unit] != port.port
+            yield Finding(
+                "PORT_TAKEN",
+                "warning" if moves else "error",
+                f"port {port.port} of service {port.service} is taken by {_who(row)}"
+                + (", which moves to another port in this run" if moves else ""),
+                f"{row['address']}:{row['port']} is listened on",
+                _free_port(row),
+            )
+
+
+def _overlap(taken: str, wanted: str) -> bool:
+    """Do two listening addresses exclude each other?"""
+    if taken in ANY_ADDRESSES or wanted in ANY_ADDRESSES or taken == wanted:
+        return True
+    return wanted in LOOPBACK and taken in LOOPBACK and ":" not in taken
+
+
+def _who(row: Mapping[str, Any]) -> str:
+    if row["pid"] is None:
+        return "a process that root cannot see (another container?)"
+    unit = f", unit {row['unit']}" if row["unit"] else ""
+    return f"{row['process'] or 'a process'} (pid {row['pid']}{unit})"
+
+
+def _free_port(row: Mapping[str, Any]) -> str:
+    if row["unit"]:
+        return (
+            f"Stop it (sudo systemctl stop {row['unit']}) or give the service another port in node_services"
+        )
+    if row["pid"]:
+        return f"Stop it (sudo kill {row['pid']}) or give the service another port in node_services"
+    return "Give the service another port in node_services"
+
+
+def check_leftovers(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """No server of an earlier life is still there: it would hold memory and GPUs."""
+    for row in facts["leftovers"]:
+        yield Finding(
+            "LEFTOVER_PROCESS",
+            "warning",
+            f"{row['process']} (pid {row['pid']}) looks like a server that nobody supervises",
+            f"unit {row['unit'] or 'none'}",
+            f"Look at it (ps -fp {row['pid']}), then: sudo kill {row['pid']}",
+        )
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------
+
+
+def check_gpu_count(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """As many GPUs as the platform has, on the bus and in the driver."""
+    if not expected.gpus:
+        return
+    wanted = expected.gpus["count"]
+    bus = len(facts["gpu"]["pci"]["gpus"])
+    smi = facts["gpu"]["smi"]
+    seen = len(smi["gpus"]) if smi else None
+    if seen is not None and seen < wanted:
+        lost = "one fell off the bus or failed to initialise" if bus >= wanted else "not all are on the bus"
+        yield Finding(
+            "GPU_COUNT",
+            "error",
+            f"platform {expected.platform} has {wanted} GPUs, the driver shows {seen}: {lost}",
+            f"nvidia-smi: {seen}, PCI bus: {bus}",
+            "Look for Xid errors (sudo journalctl -k -g Xid), then power-cycle the node",
+        )
+    elif seen is None and bus < wanted:
+        yield Finding(
+            "GPU_COUNT",
+            "error",
+            f"platform {expected.platform} has {wanted} GPUs, the PCI bus shows {bus}",
+            f"PCI bus: {bus}",
+            "Check that the node is of this platform; power-cycle it when GPUs are missing",
+        )
+    elif seen is not None and seen > wanted:
+        yield Finding(
+            "GPU_COUNT",
+            "warning",
+            f"platform {expected.platform} has {wanted} GPUs, the driver shows {seen}",
+            f"nvidia-smi: {seen}",
+            "Give the host the platform that it is, or the rest stays unused",
+        )
+
+
+def check_driver(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """A driver is loaded, its tools talk to it, and it is new enough."""
+    if not expected.gpus:
+        return
+    gpu, wanted = facts["gpu"], expected.driver or {}
+    if gpu["nouveau"]:
+        yield Finding(
+            "NOUVEAU_LOADED",
+            "error",
+            "the nouveau driver holds the GPUs, so NVIDIA's cannot load",
+            "/sys/module/nouveau is there",
+            "Blacklist nouveau, rebuild the initramfs and reboot",
+        )
+    if gpu["module"] is None and gpu["smi"] is None:
+        yield Finding(
+            "DRIVER_MISSING",
+            "error",
+            "no NVIDIA driver is loaded",
+            gpu["smi_error"] or "/proc/driver/nvidia/version is not there",
+            f"Install driver {wanted.get('recommended') or wanted.get('minimum', 'of the platform')}, then reboot",
+        )
+        return
+    if gpu["smi"] is None:
+        mismatch = "version mismatch" in (gpu["smi_error"] or "").lower()
+        yield Finding(
+            "DRIVER_LIBRARY_MISMATCH" if mismatch else "DRIVER_NOT_ANSWERING",
+            "error",
+            "the driver's library and its kernel module are of different versions"
+            if mismatch
+            else "nvidia-smi cannot talk to the driver",
+            f"{gpu['smi_error']}; kernel module {gpu['module']}",
+            "Reboot the node (drain its servers first)",
+        )
+    found = gpu["module"] or gpu["smi"]["driver"]
+    minimum = wanted.get("minimum")
+    if minimum and numbers(found)[: len(numbers(minimum))] < numbers(minimum):
+        yield Finding(
+            "DRIVER_TOO_OLD",
+            "error",
+            f"driver {found} is older than {minimum}",
+            f"driver {found}",
+            f"Install driver {wanted.get('recommended') or minimum} and reboot",
+        )
+    if wanted.get("open_modules") and gpu["open_module"] is False:
+        yield Finding(
+            "DRIVER_NOT_OPEN",
+            "error",
+            "this platform needs the open kernel modules, the closed ones are loaded",
+            f"kernel module {gpu['module']}",
+            "Install the -open variant of the driver and reboot",
+        )
+
+
+def check_fabric(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Where there are NVSwitches, the fabric manager runs and is of exactly the driver's version."""
+    switches = int(expected.links.get("nvswitches", 0))
+    gpu = facts["gpu"]
+    if not switches or not gpu["smi"]:
+        return
+    found = len(gpu["pci"]["switches"])
+    if found < switches:
+        yield Finding(
+            "NVSWITCH_COUNT",
+            "error",
+            f"platform {expected.platform} has {switches} NVSwitches, the PCI bus shows {found}",
+            f"PCI bus: {found}",
+            "Power-cycle the node; call the vendor when it stays so",
+        )
+    if gpu["units"].get("nvidia-fabricmanager") != "active":
+        yield Finding(
+            "FABRIC_MANAGER_DOWN",
+            "error",
+            "the fabric manager does not run: CUDA fails with error 802 on such a node",
+            f"nvidia-fabricmanager is {gpu['units'].get('nvidia-fabricmanager') or 'missing'}",
+            f"Install nvidia-fabricmanager {gpu['smi']['driver']} and start it before any server",
+        )
+    if gpu["fabric_manager"] and gpu["fabric_manager"] != gpu["smi"]["driver"]:
+        yield Finding(
+            "FABRIC_MANAGER_MISMATCH",
+            "error",
+            f"fabric manager {gpu['fabric_manager']} and driver {gpu['smi']['driver']} must be equal",
+            f"nv-fabricmanager {gpu['fabric_manager']}",
+            f"Install nvidia-fabricmanager {gpu['smi']['driver']} and hold both packages",
+        )
+
+
+def check_xids(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """No Xid error since boot that means broken hardware."""
+    hard = [row for row in facts["gpu"]["xids"] if row["xid"] in HARD_XIDS]
+    if hard:
+        listed = ", ".join(sorted({f"{row['xid']} on {row['address']}" for row in hard}))
+        yield Finding(
+            "GPU_XID",
+            "error",
+            f"the kernel log has GPU errors since boot: Xid {listed}",
+            hard[-1]["line"][:200],
+            "Drain the node, reset or reboot it, and call the vendor when they come back",
+        )
+
+
+@dataclass(frozen=True)
+class GpuRule:
+    """What must be so on every GPU: `wrong` gives the evidence, or None when all is well."""
+
+    code: str
+    severity: Severity
+    what: str
+    wrong: Callable[[Mapping[str, Any], Expected], str | None]
+    remedy: str
+
+
+def _name(gpu: Mapping[str, Any], expected: Expected) -> str | None:
+    words = (gpu["name"] or "").split()
+    patterns = [name.split() for name in (expected.gpus or {}).get("names", ())]
+    fits = any(
+        words[at : at + len(pattern)] == pattern
+        for pattern in patterns
+        for at in range(len(words) - len(pattern) + 1)
+    )
+    return None if fits or not patterns or not words else f'"{gpu["name"]}"'
+
+
+def _memory(gpu: Mapping[str, Any], expected: Expected) -> str | None:
+    wanted = float((expected.gpus or {}).get("memory_gib", 0)) * GIB
+    if gpu["memory"] is None or gpu["memory"] >= wanted * GPU_MEMORY_SHARE:
+        return None
+    return f"{size(gpu['memory'])} of {size(wanted)}"
+
+
+def _is(key: str, *values: str) -> Callable[[Mapping[str, Any], Expected], str | None]:
+    """Wrong when the GPU's `key` is one of `values`."""
+    return lambda gpu, expected: f"{key} {gpu[key]}" if gpu.get(key) in values else None
+
+
+def _over(key: str, threshold: str, default: float) -> Callable[[Mapping[str, Any], Expected], str | None]:
+    """Wrong when the GPU's number `key` is above the platform's threshold."""
+
+    def wrong(gpu: Mapping[str, Any], expected: Expected) -> str | None:
+        value, limit = gpu.get(key), expected.threshold(threshold, default)
+        return f"{value:g}, limit {limit:g}" if value is not None and value > limit else None
+
+    return wrong
+
+
+def _narrow_link(gpu: Mapping[str, Any], expected: Expected) -> str | None:
+    width, most = gpu.get("link_width"), gpu.get("link_width_max")
+    return f"x{width} of x{most}" if width and most and width < most else None
+
+
+GPU_RULES: tuple[GpuRule, ...] = (
+    GpuRule(
+        "GPU_NAME",
+        "error",
+        "is not the platform's GPU",
+        _name,
+        "Give the host the platform that it is (node_platform)",
+    ),
+    GpuRule(
+        "GPU_MEMORY",
+        "error",
+        "has less memory than the platform's GPUs",
+        _memory,
+        "Give the host the platform that it is, or a profile that fits",
+    ),
+    GpuRule(
+        "GPU_MIG", "error", "is split by MIG", _is("mig", "Enabled"), "Turn MIG off: sudo nvidia-smi -mig 0"
+    ),
+    GpuRule(
+        "GPU_EXCLUSIVE",
+        "error",
+        "takes one process only, or none",
+        _is("compute_mode", "Exclusive_Process", "Prohibited"),
+        "sudo nvidia-smi -c DEFAULT",
+    ),
+    GpuRule(
+        "GPU_ECC_OFF",
+        "warning",
+        "runs without error correction",
+        _is("ecc", "Disabled"),
+        "sudo nvidia-smi -e 1, then reboot",
+    ),
+    GpuRule(
+        "GPU_ECC_ERRORS",
+        "error",
+        "had uncorrectable memory errors since boot",
+        _over("ecc_uncorrected_since_boot", "ecc_uncorrected", 0),
+        "Drain the node and reset the GPU; call the vendor when they come back",
+    ),
+    GpuRule(
+        "GPU_REMAP_PENDING",
+        "error",
+        "waits for a reset to replace bad memory rows",
+        _is("remap_pending", "Yes"),
+        "Drain the node and reset the GPUs, or reboot",
+    ),
+    GpuRule(
+        "GPU_REMAP_FAILED",
+        "error",
+        "has bad memory rows that could not be replaced",
+        _is("remap_failed", "Yes"),
+        "The GPU must be exchanged: call the vendor",
+    ),
+    GpuRule(
+        "GPU_RECOVERY",
+        "error",
+        "asks for a reset",
+        _is("recovery", "Reset", "Reboot", "Drain P2P", "Drain and Reset"),
+        "Drain the node and do what it asks for",
+    ),
+    GpuRule(
+        "GPU_FABRIC_STATE",
+        "error",
+        "has not joined the NVLink fabric",
+        _is("fabric_state", "In Progress", "Not Started"),
+        "Wait for the fabric manager; look at: sudo journalctl -u nvidia-fabricmanager",
+    ),
+    GpuRule(
+        "GPU_HOT",
+        "warning",
+        "is hotter than it should be",
+        _over("temperature_c", "gpu_temperature_c", 90),
+        "Check fans, air flow and the power cap",
+    ),
+    GpuRule(
+        "GPU_LINK_NARROW",
+        "warning",
+        "has fewer PCIe lanes than it can use",
+        _narrow_link,
+        "Reseat the GPU or riser at the next maintenance",
+    ),
+    GpuRule(
+        "GPU_PERSISTENCE_OFF",
+        "warning",
+        "is unloaded when nobody uses it, which makes starts slow",
+        _is("persistence", "Disabled"),
+        "sudo systemctl enable --now nvidia-persistenced",
+    ),
+)
+
+
+def check_each_gpu(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The rules that hold for every GPU: one finding a rule, with the GPUs that break it."""
+    if not expected.gpus or not facts["gpu"]["smi"]:
+        return
+    gpus = facts["gpu"]["smi"]["gpus"]
+    for rule in GPU_RULES:
+        broken = [(index, seen) for index, gpu in enumerate(gpus) if (seen := rule.wrong(gpu, expected))]
+        if broken:
+            which = ", ".join(str(index) for index, _ in broken)
+            yield Finding(
+                rule.code,
+                rule.severity,
+                f"GPU {which} {rule.what}",
+                "; ".join(dict.fromkeys(seen for _, seen in broken)),
+                rule.remedy,
+            )
+
+
+CHECKS: tuple[Check, ...] = (
+    check_root,
+    check_arch,
+    check_system,
+    check_systemd,
+    check_python,
+    check_clock,
+    check_package_lock,
+    check_memory,
+    check_disks,
+    check_ports,
+    check_leftovers,
+    check_gpu_count,
+    check_driver,
+    check_fabric,
+    check_xids,
+    check_each_gpu,
+)
+
+
+def verdicts(facts: Facts, expected: Expected) -> list[Finding]:
+    """All findings, errors first, in the order of the checks."""
+    found = [finding for check in CHECKS for finding in check(facts, expected)]
+    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+
+
+def refusal(host: str, findings: Iterable[Finding]) -> str:
+    """One message with every error, one a line; "" when there is none."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if not errors:
+        return ""
+    count = "1 finding" if len(errors) == 1 else f"{len(errors)} findings"
+    return f"{host} is not as its plan needs it, {count}:\n" + "\n".join(f"- {finding}" for finding in errors)
+
+
+def plain(findings: Iterable[Finding]) -> list[dict[str, str]]:
+    """Findings as plain data: code, severity, what, evidence, remedy."""
+    return [asdict(finding) for finding in findings]
