@@ -162,7 +162,7 @@ def package_list(text: str) -> list[str]:
 
 
 def pip_conf(settings: str) -> str:
-    """A node's /etc/pip.conf out of `pip config list`: addresses and trust, nothing on this machine's disk."""
+    """A node's /etc/pip.conf out of `pip config list`: addresses and trust, nothing on the machine's disk."""
     kept: dict[str, str] = {}
     for line in settings.splitlines():
         key, _, quoted = line.partition("=")
@@ -746,7 +746,7 @@ def _ensure_emulation(say: Say) -> None:
 
 
 def published() -> bool:
-    """Whether nodes are reached through loopback ports, as with Docker Desktop, whose bridge is out of reach."""
+    """Whether nodes are reached through loopback ports, as Docker Desktop's bridge cannot be reached."""
     return sys.platform != "linux"
 
 
@@ -853,9 +853,7 @@ def _wait_all(engine: Engine, names: Sequence[str], say: Say) -> None:
             if time.monotonic() - told > HEARTBEAT_S:
                 told = time.monotonic()
                 left = [name for name, wait in waits.items() if not wait.done()]
-                say(
-                    f"waiting for {', '.join(left[:3])} to boot, {len(left)} of {len(names)}: {told - started:.0f} s"
-                )
+                say(f"{len(left)} of {len(names)} nodes still boot ({left[0]} ...): {told - started:.0f} s")
     for wait in waits.values():
         error = wait.exception()
         if isinstance(error, LabError):
@@ -913,7 +911,7 @@ def _wait_for_ssh(name: str) -> None:
 
 
 def _write_ssh_files(engine: Engine) -> None:
-    """`.lab/known_hosts` and `.lab/ssh_config` for every running node; keys come from the engine, not the network."""
+    """`.lab/known_hosts` and `.lab/ssh_config` for every running node; the engine tells the keys."""
     running = [node.name for node in nodes(engine) if node.running]
     with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
         keys = list(
@@ -1003,7 +1001,7 @@ def _engine_with(name: str) -> Engine:
 
 
 def ssh_argv(name: str, *command: str) -> list[str]:
-    """The ssh command line that enters a node as `sre`, host key checked. Raises LabError for an unknown node."""
+    """The ssh command line that enters a node as `sre`, host key checked. LabError: no such node."""
     _engine_with(name)
     return ["ssh", "-F", str(LAB / "ssh_config"), name, *command]
 

@@ -1,0 +1,204 @@
+"""Runs the molecule scenarios of the roles, several at a time, each with its own log.
+
+python tests/molecule/run.py                          all of them, `molecule test`
+python tests/molecule/run.py engine_service           one role; ROLE/SCENARIO for one scenario
+python tests/molecule/run.py engine_service -c converge     another molecule command, the node is kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from bringup import ROOT, lab
+from bringup.errors import BringupError
+
+CONFIG = ROOT / ".config" / "molecule" / "config.yml"
+SECONDS = ROOT / "tests" / "molecule" / "seconds.yml"
+LOGS = ROOT / ".cache" / "molecule"
+AT_ONCE = 2
+SCENARIO_LIMIT_S = 1200
+LOG_TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One scenario of one role."""
+
+    role: str
+    name: str
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages and on the command line."""
+        return f"{self.role}/{self.name}"
+
+    @property
+    def node(self) -> str:
+        """Its container: a valid host name, and no other scenario's."""
+        return f"molecule-{self.role}-{self.name}".replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a scenario ended: molecule's exit code (124: over its limit) and the seconds it took."""
+
+    scenario: Scenario
+    code: int
+    seconds: float
+    log: Path
+
+
+def find(roles: Path) -> list[Scenario]:
+    """Every scenario under roles/*/molecule/*."""
+    return [
+        Scenario(path.parents[2].name, path.parent.name)
+        for path in sorted(roles.glob("*/molecule/*/molecule.yml"))
+    ]
+
+
+def select(scenarios: Sequence[Scenario], words: Sequence[str]) -> list[Scenario]:
+    """The scenarios named by ROLE or ROLE/SCENARIO; all without words. Raises ValueError for an unknown one."""
+    if not words:
+        return list(scenarios)
+    lost = [word for word in words if not any(word in (item.role, item.title) for item in scenarios)]
+    if lost:
+        raise ValueError(
+            f"no such scenario: {', '.join(lost)}. Known: {', '.join(item.title for item in scenarios)}"
+        )
+    return [item for item in scenarios if item.role in words or item.title in words]
+
+
+def longest_first(scenarios: Sequence[Scenario], seconds: Mapping[str, float]) -> list[Scenario]:
+    """The order that ends soonest: unknown ones first, then by how long they took."""
+    return sorted(scenarios, key=lambda item: (-seconds.get(item.title, float("inf")), item.title))
+
+
+def environment(scenario: Scenario, image: str, engine: lab.Engine) -> dict[str, str]:
+    """What molecule and .config/molecule/config.yml read."""
+    binaries = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        **engine.environment(),
+        "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}",
+        "BRINGUP_ROOT": str(ROOT),
+        "BRINGUP_NODE": scenario.node,
+        "BRINGUP_NODE_IMAGE": image,
+        "MOLECULE_EPHEMERAL_DIRECTORY": str(LOGS / "state" / scenario.node),
+        "ANSIBLE_CONFIG": "",
+        "NO_COLOR": "1",
+        "PY_COLORS": "0",
+        "ANSIBLE_FORCE_COLOR": "0",
+    }
+
+
+def remove_nodes(engine: lab.Engine, scenario: Scenario) -> None:
+    """Removes what an interrupted earlier run of this scenario left."""
+    listed = engine.run("ps", "--all", "--quiet", "--filter", f"name=^{scenario.node}(-[a-z0-9]+)?$")
+    if listed:
+        engine.run("rm", "--force", "--volumes", *listed.split())
+
+
+def play(scenario: Scenario, command: Sequence[str], image: str, engine: lab.Engine) -> Result:
+    """One scenario through molecule; its output goes to its log."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{scenario.node}.log"
+    if command[0] == "test":
+        remove_nodes(engine, scenario)
+    argv = [
+        sys.executable,
+        "-m",
+        "molecule",
+        "--base-config",
+        str(CONFIG),
+        *command,
+        "--scenario-name",
+        scenario.name,
+    ]
+    started = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            argv,
+            cwd=ROOT / "roles" / scenario.role,
+            env=environment(scenario, image, engine),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(SCENARIO_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if command[0] == "test":
+        remove_nodes(engine, scenario)
+    return Result(scenario, code, time.monotonic() - started, log)
+
+
+def tell(result: Result) -> None:
+    """One line for a result, and the end of the log of one that failed."""
+    if result.code == 0:
+        print(f"passed {result.scenario.title} {result.seconds:.0f} s", flush=True)
+        return
+    tail = result.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    why = f"over its limit of {SCENARIO_LIMIT_S} s" if result.code == 124 else f"exit code {result.code}"
+    print(
+        f"FAILED {result.scenario.title} {result.seconds:.0f} s ({why}), the end of {result.log}:", flush=True
+    )
+    print("".join(f"    {line}\n" for line in tail), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 when there were scenarios and all passed, 1 when one failed, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="ROLE[/SCENARIO]")
+    parser.add_argument("-c", "--command", default="test", help="molecule command (default: test)")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=AT_ONCE, help=f"scenarios at once (default: {AT_ONCE})"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        chosen = select(find(ROOT / "roles"), options.names)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        engine = lab.ensure_engine()
+        image = lab.ensure_image(engine=engine)
+        known = yaml.safe_load(SECONDS.read_text()) or {}
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = [
+                pool.submit(play, item, options.command.split(), image, engine)
+                for item in longest_first(chosen, known)
+            ]
+            codes = []
+            for run in as_completed(runs):
+                tell(run.result())
+                codes.append(run.result().code)
+    except BringupError as error:
+        print(error, file=sys.stderr)
+        return int(error.code)
+    failed = sum(1 for code in codes if code)
+    print(f"molecule: {len(codes) - failed} passed, {failed} failed", flush=True)
+    return 0 if codes and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
