@@ -31,6 +31,7 @@ from bringup.errors import BringupError, Exit, Problem, unknown
 LAB = ROOT / ".lab"
 RECIPE = ROOT / "tests" / "lab" / "image"
 LABEL = "bringup.node"
+CHECKOUT_LABEL = "bringup.checkout"
 NETWORK = "labnet"
 SUBNET = "198.18.5"
 USER = "sre"
@@ -211,7 +212,8 @@ def docker_run_arguments(
     capabilities = [word for capability in CAPABILITIES for word in ("--cap-add", capability)]
     port = ["-p", f"127.0.0.1:{published_port(node_address)}:22"] if published else []
     return [
-        *("run", "--detach", "--name", name, "--hostname", name, "--label", f"{LABEL}={name}"),
+        *("run", "--detach", "--name", name, "--hostname", name),
+        *("--label", f"{LABEL}={name}", "--label", f"{CHECKOUT_LABEL}={ROOT}"),
         *("--network", NETWORK, "--ip", node_address, "--cgroupns", "private", *capabilities),
         *("--security-opt", "seccomp=unconfined", "--restart", "unless-stopped"),
         *("--env", f"NODE_AUTHORIZED_KEY={key}", *port, *extra, image),
@@ -352,13 +354,36 @@ def socket_path() -> Path:
 
 
 def find_engine() -> Engine | None:
-    """A Docker engine that answers: DOCKER_HOST, else one that bringup started, else the client's default."""
+    """A Docker engine that answers: DOCKER_HOST, else one that bringup started, else the client's default.
+
+    One that another checkout started is taken too: two engines on one machine take each other's addresses.
+    """
     if not shutil.which("docker"):
         return None
     named = os.environ.get("DOCKER_HOST", "")
-    own = socket_path()
-    hosts = [named] if named else [*([f"unix://{own}"] if own.exists() else []), ""]
+    own = [f"unix://{socket_path()}"] if socket_path().exists() else []
+    hosts = [named] if named else [*own, *_hosts_started_by_hand(), ""]
     return next((engine for engine in map(Engine, hosts) if _answers(engine)), None)
+
+
+def _hosts_started_by_hand() -> list[str]:
+    """Addresses of the dockerd processes that some checkout of bringup started."""
+    found = []
+    for words in _dockerd_commands():
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+            found.append(json.loads(Path(words[words.index("--config-file") + 1]).read_text())["hosts"][0])
+    return found
+
+
+def _dockerd_commands() -> list[list[str]]:
+    """The command line of every dockerd that runs on this machine."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = os.fsdecode(path.read_bytes()).split("\0")
+            if Path(words[0]).name == "dockerd":
+                commands.append(words)
+    return commands
 
 
 def _answers(engine: Engine) -> bool:
@@ -520,8 +545,8 @@ def _remove_stale() -> None:
     ):
         if path.exists() and not _runs(path, program):
             _completed(_as_root(["rm", "-f", str(path)]), 30)
-    for bridge in _stale_bridges():
-        _completed(_as_root(["ip", "link", "delete", bridge]), 30)
+    if not _dockerd_commands():
+        _remove_bridges()
 
 
 def _runs(pid_file: Path, program: str) -> bool:
@@ -532,13 +557,14 @@ def _runs(pid_file: Path, program: str) -> bool:
     return program in Path(os.fsdecode(command.split(b"\0")[0])).name
 
 
-def _stale_bridges() -> list[str]:
-    """Bridges that hold the lab's gateway address while no engine answers."""
+def _remove_bridges() -> None:
+    """Removes a bridge that holds the lab's gateway address and that no living engine knows."""
     if not shutil.which("ip"):
-        return []
+        return
     listed = _completed(["ip", "-json", "address", "show", "to", f"{SUBNET}.1/32"], 30).stdout or "[]"
-    names = [str(item.get("ifname", "")) for item in json.loads(listed)]
-    return [name for name in names if name.startswith("br-")]
+    for name in (str(item.get("ifname", "")) for item in json.loads(listed)):
+        if name.startswith("br-"):
+            _completed(_as_root(["ip", "link", "delete", name]), 30)
 
 
 def _mtu() -> int:
@@ -757,12 +783,13 @@ def address(name: str) -> tuple[str, int]:
 
 
 def nodes(engine: Engine | None = None) -> list[Node]:
-    """Every node of the lab, whatever its state, sorted by name; empty when there is no engine."""
+    """Every node of this checkout's lab, whatever its state, sorted by name; empty when there is no engine."""
     engine = engine or find_engine()
     if engine is None:
         return []
     shape = "{{.Names}}\t{{.State}}\t{{.Image}}"
-    listed = engine.run("ps", "--all", "--filter", f"label={LABEL}", "--format", shape)
+    mine = f"label={CHECKOUT_LABEL}={ROOT}"
+    listed = engine.run("ps", "--all", "--filter", f"label={LABEL}", "--filter", mine, "--format", shape)
     rows = [line.split("\t") for line in listed.splitlines() if line]
     return sorted(
         (Node(name, state, image, address_of(name)) for name, state, image in rows), key=lambda n: n.name
@@ -800,6 +827,7 @@ def up(
         key = ensure_key()
         _ensure_network(engine)
         there = {node.name: node for node in nodes(engine)}
+        _refuse_foreign(engine, [name for name in wanted if name not in there])
         _tell_outdated([there[name] for name in wanted if name in there], image, say)
         todo = [name for name in wanted if name not in there or not there[name].running]
         if todo:
@@ -814,6 +842,22 @@ def up(
         _wait_all(engine, wanted, say)
         _write_ssh_files(engine)
     return [node for node in nodes(engine) if node.name in wanted]
+
+
+def _refuse_foreign(engine: Engine, new: Sequence[str]) -> None:
+    shape = f'{{{{.Names}}}}\t{{{{.Label "{CHECKOUT_LABEL}"}}}}'
+    taken = dict(line.split("\t") for line in engine.run("ps", "--all", "--format", shape).splitlines())
+    problems = [
+        Problem(
+            name,
+            f"is up already, from {taken[name] or 'something else'}",
+            "Run `invoke lab.down` there first.",
+        )
+        for name in new
+        if name in taken
+    ]
+    if problems:
+        raise LabError(problems)
 
 
 def _tell_outdated(existing: Iterable[Node], image: str, say: Say) -> None:
@@ -835,8 +879,8 @@ def _ensure_network(engine: Engine) -> None:
     if published():
         engine.run("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
         return
-    for bridge in _stale_bridges():
-        _completed(_as_root(["ip", "link", "delete", bridge]), 30)
+    if len(_dockerd_commands()) <= 1:
+        _remove_bridges()
     option = f"com.docker.network.driver.mtu={_mtu()}"
     engine.run("network", "create", "--subnet", f"{SUBNET}.0/24", "--opt", option, NETWORK)
 

@@ -69,7 +69,7 @@ def find(roles: Path) -> list[Scenario]:
 
 
 def select(scenarios: Sequence[Scenario], words: Sequence[str]) -> list[Scenario]:
-    """The scenarios named by ROLE or ROLE/SCENARIO; all without words. Raises ValueError for an unknown one."""
+    """The scenarios named by ROLE or ROLE/SCENARIO, all without words. ValueError: no such one."""
     if not words:
         return list(scenarios)
     lost = [word for word in words if not any(word in (item.role, item.title) for item in scenarios)]
