@@ -1,0 +1,186 @@
+"""A site of its own for the end-to-end tests: real nodes, an inventory in a temporary folder, and the real command.
+
+Tests change nodes only through `invoke`; what they look at, they look at from outside (`docker exec`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bringup import ROOT, lab
+
+INVOKE = Path(sys.executable).parent / "invoke"
+COMMAND_LIMIT_S = 600
+LOOK_LIMIT_S = 60
+SERVE_LIMIT_S = 90
+STEP_S = 0.5
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        value: dict[str, Any] = json.loads(self.out)
+        return value
+
+    @property
+    def text(self) -> str:
+        """Everything a person saw."""
+        return f"{self.out}\n{self.err}"
+
+
+@dataclass
+class Site:
+    """Nodes by name, and the folder of the inventory that names them."""
+
+    folder: Path
+    names: tuple[str, ...]
+
+    @property
+    def intent_file(self) -> Path:
+        """The site's intent, as an SRE edits it."""
+        return self.folder / "group_vars" / "all.yml"
+
+    def invoke(self, *words: str, limit: float = COMMAND_LIMIT_S) -> Done:
+        """`invoke` with this inventory, to its end."""
+        done = subprocess.run(
+            [str(INVOKE), *words, "--inventory", str(self.folder)],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def provision(self, *words: str) -> Done:
+        """`invoke provision --json`."""
+        return self.invoke("provision", "--json", *words)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """`invoke` with this inventory in a process group of its own, as a terminal does it; still running."""
+        return subprocess.Popen(
+            [str(INVOKE), *words, "--inventory", str(self.folder)],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @contextmanager
+    def changed(self, change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+        """The intent with a change, for as long as the block lasts."""
+        before = self.intent_file.read_text()
+        intent = copy.deepcopy(yaml.safe_load(before))
+        change(intent)
+        self.intent_file.write_text(yaml.safe_dump(intent, sort_keys=False))
+        try:
+            yield
+        finally:
+            self.intent_file.write_text(before)
+
+    def service(self) -> dict[str, Any]:
+        """The first service of the intent."""
+        service: dict[str, Any] = yaml.safe_load(self.intent_file.read_text())["node_services"][0]
+        return service
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of every command: as here, without colours and without a terminal's width."""
+    return {**os.environ, "NO_COLOR": "1", "COLUMNS": "160"}
+
+
+def make(folder: Path, names: Sequence[str], like: str = "lab") -> Site:
+    """Boots fresh nodes and writes an inventory for them: the one called `like`, with other hosts."""
+    lab.down(list(names), say=quiet)
+    lab.up(list(names), say=quiet)
+    shutil.copytree(ROOT / "inventories" / like, folder)
+    hosts_file = folder / "hosts.yml"
+    hosts = yaml.safe_load(hosts_file.read_text())
+    _replace_hosts(hosts, {name: {"ansible_host": lab.address(name)[0]} for name in names})
+    hosts_file.write_text(yaml.safe_dump(hosts, sort_keys=False))
+    return Site(folder, tuple(names))
+
+
+def _replace_hosts(group: Any, hosts: Mapping[str, Any]) -> None:
+    if isinstance(group, dict):
+        for key, value in group.items():
+            if key == "hosts":
+                group[key] = dict(hosts)
+            else:
+                _replace_hosts(value, hosts)
+
+
+def quiet(text: str) -> None:
+    """Where progress of the lab goes in tests: to the captured stderr."""
+    print(f"[lab] {text}", file=sys.stderr)
+
+
+def on(name: str, command: str, check: bool = True, limit: float = LOOK_LIMIT_S) -> str:
+    """What a shell command prints on a node, run as root from outside SSH; fails with its output."""
+    engine = lab.find_engine()
+    assert engine is not None
+    done = engine.tries("exec", name, "sh", "-c", command, limit=limit)
+    assert not check or done.returncode == 0, f"{name}: {command}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def until(what: str, true: Callable[[], bool], limit: float = SERVE_LIMIT_S) -> None:
+    """Waits until something is true, and fails saying what was waited for."""
+    deadline = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < deadline, f"not within {limit} s: {what}"
+        time.sleep(STEP_S)
+
+
+def answers(name: str, port: int) -> bool:
+    """Whether a chat completion on the node's own loopback gives tokens."""
+    return tokens(name, port) > 0
+
+
+def tokens(name: str, port: int, say: str = "hello", limit: float = 20) -> int:
+    """Completion tokens that one chat request got (0: no answer), by the server's own count."""
+    body = json.dumps({"messages": [{"role": "user", "content": say}], "max_tokens": 8})
+    reply = on(
+        name,
+        f"curl -s -m {limit} -H 'Content-Type: application/json' -d '{body}' "
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        check=False,
+    )
+    try:
+        return int(json.loads(reply)["usage"]["completion_tokens"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def end(process: subprocess.Popen[str], by: signal.Signals, limit: float = 60) -> Done:
+    """Sends a signal to a command's whole process group, as a terminal's Ctrl-C does, and waits for its end."""
+    os.killpg(process.pid, by)
+    out, err = process.communicate(timeout=limit)
+    return Done(process.returncode, out, err)
