@@ -1,0 +1,119 @@
+"""How `invoke` ends: a wrong command line is one message and exit 2, an operator's error has no traceback.
+
+invoke itself exits 1 for an unknown flag and shows a traceback for every exception. `install` wraps the two
+steps of its `Program` where that is decided; nothing else of it is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from invoke import exceptions
+from invoke.program import Program
+
+from bringup.errors import BringupError, Exit, did_you_mean
+
+TRACEBACK_VARIABLE = "BRINGUP_TRACEBACK"
+"""Set it to see the traceback of an internal error."""
+
+_UNKNOWN = re.compile(r"No idea what '(?P<token>.*)' is!")
+_remainder = ""
+
+
+def remainder() -> str:
+    """What stood after `--` on the command line."""
+    return _remainder
+
+
+def install() -> None:
+    """Wraps invoke's parsing and executing; calling it twice changes nothing more."""
+    if getattr(Program, "bringup_installed", False):
+        return
+    Program.parse_tasks = _parsing(Program.parse_tasks)
+    Program.execute = _executing(Program.execute)
+    Program.bringup_installed = True  # type: ignore[attr-defined]
+
+
+def show(error: BringupError) -> None:
+    """Every problem of an error, one a line, on stderr."""
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+
+
+def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
+    def parse_tasks(self: Program) -> None:
+        try:
+            inner(self)
+        except exceptions.ParseError as error:
+            raise exceptions.Exit(_message(self, error), code=int(Exit.USAGE)) from None
+
+    return parse_tasks
+
+
+def _executing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
+    def execute(self: Program) -> None:
+        global _remainder
+        _remainder = self.core.remainder
+        try:
+            inner(self)
+        except BringupError as error:
+            show(error)
+            raise exceptions.Exit(code=int(error.code)) from None
+        except exceptions.CollectionNotFound:
+            raise
+        except KeyboardInterrupt:
+            raise exceptions.Exit("Interrupted.", code=int(Exit.INTERRUPTED)) from None
+        except BrokenPipeError:
+            # The reader of our output (`| head`) has gone; the interpreter must not complain while it closes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise exceptions.Exit(code=int(Exit.DONE)) from None
+        except (exceptions.Exit, exceptions.UnexpectedExit):
+            raise
+        except Exception as error:
+            raise exceptions.Exit(_internal(error), code=int(Exit.INTERNAL)) from None
+
+    return execute
+
+
+def _internal(error: Exception) -> str:
+    if os.environ.get(TRACEBACK_VARIABLE):
+        traceback.print_exc()
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"Internal error: {type(error).__name__}: {error} ({last.filename}:{last.lineno}). "
+        f"{TRACEBACK_VARIABLE}=1 shows the traceback."
+    )
+
+
+def _message(program: Program, error: exceptions.ParseError) -> str:
+    text = str(error)
+    context: Any = error.context
+    command = getattr(context, "name", None)
+    match = _UNKNOWN.search(text)
+    if match is None:
+        said = text.replace("'--", "--").replace("' needed", " needed")
+        return f"{said}\nSee: invoke --help {command}" if command else said
+    token = match["token"]
+    tasks = _task_names(program)
+    if token.startswith("-"):
+        flags = list(getattr(context, "flags", {})) if command else []
+        where = f"{command}: " if command else ""
+        hint = did_you_mean(token.split("=", 1)[0], flags)
+        more = f"See: invoke --help {command}" if command else "See: invoke --list"
+        return f"{where}unknown flag {token}. {hint}".rstrip() + f"\n{more}"
+    where = f"{command}: unexpected argument" if command else "unknown command"
+    hint = did_you_mean(token, tasks)
+    more = f"invoke --help {command}" if command else "invoke --list"
+    return f'{where} "{token}". {hint}'.rstrip() + f"\nSee: {more}"
+
+
+def _task_names(program: Program) -> list[str]:
+    return [
+        *program.collection.task_names,
+        *(a for names in program.collection.task_names.values() for a in names),
+    ]

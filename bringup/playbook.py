@@ -1,0 +1,410 @@
+"""One playbook through ansible-runner, from the resolved plan to a finished record (I/O).
+
+`run` is the whole way: plan, lab, lock, record, play, causes, record. `play` is the middle of it: ansible-runner
+in a thread of its own, whose event handler only fills a queue, so a slow terminal never stalls the play.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bringup import ROOT, events, lock, progress, redact, runs
+from bringup.errors import Exit, Problem, UsageError, unknown
+from bringup.planned import Plan
+
+PLAYBOOKS = ROOT / "playbooks"
+INVENTORIES = ROOT / "inventories"
+
+JOB_LIMIT_S = 24 * 3600
+"""A whole run; first runs copy hundreds of GiB, and every step inside has its own, shorter limit."""
+
+TICK_S = 0.2
+STOP_GRACE_S = 10.0
+"""After Ctrl-C: time for Ansible to end its workers before they are killed."""
+
+JOIN_LIMIT_S = 15.0
+OUTPUT_LINES_KEPT = 400
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ansible-playbook is asked to do; paths are absolute."""
+
+    playbook: Path
+    inventory: Path
+    limit: str | None = None
+    tags: str | None = None
+    skip_tags: str | None = None
+    check: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    forks: int | None = None
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a job ended: ansible-runner's status, whether Ansible came to its end, and what it printed beside events."""
+
+    status: str
+    outcome: events.Outcome
+    ended: bool
+    interrupted: bool
+    output: tuple[str, ...] = ()
+
+
+def run(
+    playbook: str,
+    inventory: str,
+    *,
+    limit: str | None = None,
+    tags: str | None = None,
+    skip_tags: str | None = None,
+    check: bool = False,
+    extra: Mapping[str, Any] | None = None,
+    force_unlock: bool = False,
+    view: progress.Progress | None = None,
+    after: Callable[[Plan, events.Outcome], tuple[Mapping[str, Any], ...]] | None = None,
+) -> runs.RunRecord:
+    """Runs `playbooks/<playbook>.yml` on an inventory and gives its finished record.
+
+    `after` is called when everything succeeded and gives what servers answered, for the record.
+    Raises UsageError with every problem of intent or catalog (before any node is contacted) and Locked.
+    """
+    seen = view or progress.choose()
+    path = playbook_path(playbook)
+    plan = resolve(inventory)
+    check_limit(plan, limit)
+    job = Job(path, INVENTORIES / inventory, limit, tags, skip_tags, check, dict(extra or {}))
+    name = playbook.removeprefix("runbooks/")
+    arguments = {
+        "playbook": playbook,
+        "inventory": inventory,
+        "limit": limit,
+        "tags": tags,
+        "skip_tags": skip_tags,
+        "check": check,
+        "extra": dict(extra or {}),
+    }
+    try:
+        with _signals() as caught, lock.hold(inventory, f"{name} {inventory}", force=force_unlock) as notes:
+            record = runs.begin(name, inventory, arguments, plan_digest=plan.digest, notes=notes)
+            return _recorded(record, job, plan, seen, caught, after)
+    finally:
+        seen.close()
+
+
+def _recorded(
+    record: runs.RunRecord,
+    job: Job,
+    plan: Plan,
+    seen: progress.Progress,
+    caught: Caught,
+    after: Callable[[Plan, events.Outcome], tuple[Mapping[str, Any], ...]] | None,
+) -> runs.RunRecord:
+    """Prepares and plays; whatever happens, the record is finished."""
+    outcome, code, more = events.Outcome(), Exit.INTERNAL, dict[str, Any]()
+    try:
+        prepare(plan, job, seen)
+        played = play(job, record.folder, seen, caught)
+        outcome, code = played.outcome, code_of(played, check=job.check)
+        more["causes"] = causes_of(played)
+        if code is Exit.INTERNAL and not outcome.errors:
+            more["errors"] = tuple(played.output[-20:])
+        if code is Exit.DONE and after is not None and not job.check:
+            more["answers"] = after(plan, outcome)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+    except Exception as error:
+        code = getattr(error, "code", Exit.INTERNAL)
+        runs.finish(record, code, _with_errors(outcome, (redact.text(str(error)),)))
+        raise
+    errors = more.pop("errors", ())
+    return runs.finish(record, code, _with_errors(outcome, errors), **more)
+
+
+def _with_errors(outcome: events.Outcome, errors: tuple[str, ...]) -> events.Outcome:
+    return dataclasses.replace(outcome, errors=(*outcome.errors, *errors))
+
+
+def playbook_path(name: str) -> Path:
+    """The file of a playbook named as operators name it. Raises UsageError with a suggestion."""
+    path = PLAYBOOKS / f"{name}.yml"
+    if not path.is_file():
+        known = [str(one.relative_to(PLAYBOOKS).with_suffix("")) for one in PLAYBOOKS.rglob("*.yml")]
+        raise UsageError(Problem("playbooks", *unknown("playbook", name, known)))
+    return path
+
+
+def resolve(inventory: str) -> Plan:
+    """The inventory's plan. Raises UsageError with every mistake in intent and catalog."""
+    from bringup import plan
+
+    return plan.load(inventory)
+
+
+def check_limit(plan: Plan, limit: str | None) -> None:
+    """Raises UsageError when --limit names no host of the inventory."""
+    from bringup import fleet
+
+    if limit:
+        fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
+
+
+def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
+    """What a play needs beside it: the lab's nodes when the inventory is the lab, and lab models made here."""
+    from bringup import fleet, models
+
+    hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
+    if plan.inventory == "lab":
+        from bringup import lab
+
+        lab.up(hosts, say=seen.note)
+    models.ensure_made(plan)
+
+
+def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None = None) -> Played:
+    """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its processes."""
+    caught = caught or Caught()
+    inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+    private = folder / "runner"
+    runner = _runner(job, private, inbox)
+    thread = threading.Thread(target=runner.run, name="ansible-runner", daemon=True)
+    tally = events.Tally()
+    output: list[str] = []
+    stop = _Stop(caught)
+    thread.start()
+    descriptor = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a", encoding="utf-8") as log:
+        while thread.is_alive() or not inbox.empty():
+            for event in _waiting(inbox):
+                failure = tally.feed(event)
+                if failure is not None and failure.kind != "ignored":
+                    seen.failed(failure)
+                _keep(event, log, output)
+            seen.update(tally)
+            if not stop.tick():
+                break
+    thread.join(JOIN_LIMIT_S)
+    shutil.rmtree(private, ignore_errors=True)
+    return Played(
+        status=str(runner.status),
+        outcome=tally.outcome(),
+        ended=tally.ended,
+        interrupted=stop.begun,
+        output=tuple(output[-OUTPUT_LINES_KEPT:]),
+    )
+
+
+def code_of(played: Played, *, check: bool = False) -> Exit:
+    """The exit code of a played job. A job that never started, or died in the middle, is never a success."""
+    if played.interrupted:
+        return Exit.INTERRUPTED
+    code = events.exit_code(played.outcome, check=check)
+    if code in (Exit.DONE, Exit.PENDING) and not (played.ended and played.status == "successful"):
+        return Exit.FAILED if played.status == "timeout" else Exit.INTERNAL
+    return code
+
+
+def causes_of(played: Played) -> tuple[Mapping[str, Any], ...]:
+    """Known causes found in the words of the failures, each once: what is known about it, and on which hosts."""
+    fatal = played.outcome.fatal
+    if not fatal:
+        return ()
+    from bringup import diagnose
+
+    found: dict[str, dict[str, Any]] = {}
+    for failure in fatal:
+        for cause in diagnose.of_text(failure.message):
+            entry = found.setdefault(cause.rule, {**cause.as_data(), "hosts": []})
+            if failure.host not in entry["hosts"]:
+                entry["hosts"].append(failure.host)
+    return tuple(found.values())
+
+
+@dataclass
+class Caught:
+    """Signals seen since the handlers were installed."""
+
+    count: int = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+@contextmanager
+def _signals() -> Iterator[Caught]:
+    """Counts Ctrl-C, TERM and HUP instead of dying of them, so that the record gets written."""
+    caught = Caught()
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, caught) for number in SIGNALS}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Stop:
+    """Ends the play's processes after a signal: INT to Ansible, which ends its workers, then KILL for all."""
+
+    def __init__(self, caught: Caught) -> None:
+        self._caught = caught
+        self._asked_at = 0.0
+        self._known: set[int] = set()
+        self.begun = False
+
+    def tick(self) -> bool:
+        """False when everything was killed and there is nothing to wait for."""
+        if not self._caught.count:
+            return True
+        if not self.begun:
+            self.begun = True
+            self._asked_at = time.monotonic()
+            self._known = descendants(os.getpid())
+            _signal(children(os.getpid()), signal.SIGINT)
+            return True
+        self._known |= descendants(os.getpid())
+        if self._caught.count > 1 or time.monotonic() - self._asked_at > STOP_GRACE_S:
+            _signal(self._known, signal.SIGKILL)
+            return False
+        return True
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def children(pid: int) -> set[int]:
+    """Process numbers of a process's children."""
+    return {child for child, parent in _parents().items() if parent == pid}
+
+
+def descendants(pid: int) -> set[int]:
+    """Process numbers of everything that a process started and what those started."""
+    parents = _parents()
+    found: set[int] = set()
+    new = {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Process -> parent, of every process that can be seen."""
+    if Path("/proc/self/stat").exists():
+        return dict(filter(None, map(_parent_of, Path("/proc").glob("[0-9]*/stat"))))
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False, timeout=STOP_GRACE_S
+    )
+    return {int(pid): int(parent) for pid, parent in (line.split() for line in listed.stdout.splitlines())}
+
+
+def _parent_of(stat: Path) -> tuple[int, int] | None:
+    try:
+        return int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]) -> Any:
+    """An ansible-runner that writes nothing but into `private`, and prints nothing."""
+    from ansible_runner import interface
+
+    private.mkdir(mode=0o700)
+
+    def handle(event: Mapping[str, Any]) -> bool:
+        inbox.put(event)
+        return False  # and the runner keeps no copy of its own, which would hold unredacted results
+
+    def never() -> bool:
+        return False
+
+    arguments = ["--diff"]
+    if job.check:
+        arguments.append("--check")
+    if job.extra:
+        extra = private / "extra.json"
+        runs.write_private(extra, json.dumps(dict(job.extra)))
+        arguments += ["-e", f"@{extra}"]
+    return interface.init_runner(
+        private_data_dir=str(private),
+        project_dir=str(ROOT),
+        playbook=str(job.playbook),
+        inventory=str(job.inventory),
+        limit=job.limit,
+        tags=job.tags,
+        skip_tags=job.skip_tags,
+        forks=job.forks,
+        cmdline=shlex.join(arguments),
+        envvars=_environment(),
+        settings={"suppress_output_file": True, "suppress_ansible_output": True, "pexpect_timeout": 1},
+        suppress_env_files=True,
+        ignore_logging=True,
+        quiet=True,
+        timeout=JOB_LIMIT_S,
+        event_handler=handle,
+        cancel_callback=never,
+    )
+
+
+def _environment() -> dict[str, str]:
+    programs = str(Path(sys.executable).parent)
+    config = ROOT / "ansible.cfg"
+    return {
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "ANSIBLE_NOCOLOR": "1",
+        "ANSIBLE_RETRY_FILES_ENABLED": "0",
+        **({"ANSIBLE_CONFIG": str(config)} if config.is_file() else {}),
+    }
+
+
+def _waiting(inbox: queue.SimpleQueue[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The events that are there, after at most one tick of waiting."""
+    try:
+        yield inbox.get(timeout=TICK_S)
+        while True:
+            yield inbox.get_nowait()
+    except queue.Empty:
+        return
+
+
+_KEPT = (
+    "runner_on_ok",
+    "runner_on_failed",
+    "runner_on_unreachable",
+    "runner_on_skipped",
+    "playbook_on_stats",
+)
+
+
+def _keep(event: Mapping[str, Any], log: Any, output: list[str]) -> None:
+    """Results go to events.jsonl; text that belongs to no event is kept for runs that never started."""
+    kind = event.get("event")
+    if kind in _KEPT:
+        line = {"event": kind, "created": event.get("created"), **redact.data(event.get("event_data") or {})}
+        log.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+    elif kind in ("error", "verbose", "warning", "deprecated") and event.get("stdout"):
+        output.append(redact.text(str(event["stdout"])))
