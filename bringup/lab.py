@@ -783,7 +783,7 @@ def address(name: str) -> tuple[str, int]:
 
 
 def nodes(engine: Engine | None = None) -> list[Node]:
-    """Every node of this checkout's lab, whatever its state, sorted by name; empty when there is no engine."""
+    """Every node of this checkout's lab, whatever its state, by name; empty without an engine."""
     engine = engine or find_engine()
     if engine is None:
         return []
