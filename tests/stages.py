@@ -1,7 +1,7 @@
 """Everything that must be true before a change goes in, in stages, with what each cost.
 
 python -m tests.stages [--only lint --only unit ...]; `invoke test` and `invoke lint` call the same.
-Stages that need no node run two at a time while the node image is made; molecule and the end-to-end tests follow.
+Stages that need no node run two at a time while the node image is made; those with nodes follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGE_LIMIT_S = 3600
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a stage: what it is called, its arguments (a program of the environment first), its limit."""
+    """One process of a stage: its name, its arguments (a program of the environment first), its limit."""
 
     name: str
     argv: tuple[str, ...]
@@ -36,7 +36,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command or a stage ended: exit code (124: over its limit), seconds, and what it wrote if it was kept."""
+    """How a command or a stage ended: exit code (124: over its limit), seconds, what it wrote if kept."""
 
     name: str
     code: int
@@ -92,7 +92,7 @@ def run(command: Command, *, keep: bool) -> Outcome:
 
 
 def lint(*, quiet: bool = False) -> int:
-    """Every linter, two at a time; 0 when all are content. Prints what they say unless `quiet` and content."""
+    """Every linter, two at a time; 0 when all pass. `quiet` prints only those that do not."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = list(pool.map(lambda command: run(command, keep=True), LINTERS))
     for outcome in outcomes:
@@ -135,7 +135,7 @@ def _image() -> None:
     lab.ensure_image()
 
 
-def test(only: Sequence[str] = ()) -> int:
+def check(only: Sequence[str] = ()) -> int:
     """The stages named in `only` (all without), their table at the end; 0 when all passed.
 
     Raises BringupError when nodes are needed and cannot be had.
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        return test(options.only)
+        return check(options.only)
     except BringupError as error:
         print(error, file=sys.stderr)
         return int(error.code)
