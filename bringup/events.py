@@ -48,7 +48,9 @@ class RoleOutcome:
 
 @dataclass(frozen=True)
 class HostOutcome:
-    """One host: numbers of results (one that changed something is `ok` too, as Ansible counts), and its roles."""
+    """One host: numbers of results (one that changed something is `ok` too, as Ansible counts), and its
+    roles.
+    """
 
     ok: int = 0
     changed: int = 0
@@ -150,7 +152,8 @@ class Tally:
         if self._first is None and data:
             self._first = _epoch(event.get("created"))
         if "censored" in (data.get("res") or {}):
-            # A hidden result keeps nothing but its colour: whether it changed something is said in the text only.
+            # A hidden result keeps nothing but its colour: whether it changed something is
+            # said in the text only.
             said = str(event.get("stdout", "")).lstrip()
             data = {**data, "res": {**data["res"], "changed": said.startswith("changed:")}}
         handler = {
@@ -282,7 +285,9 @@ class Tally:
         return role
 
     def _judged(self) -> tuple[Failure, ...]:
-        """Failures in order. Of a host's failures the last `stats.failures[host]` stopped it; the rest were rescued."""
+        """Failures in order. Of a host's failures the last `stats.failures[host]` stopped it; the rest were
+        rescued.
+        """
         if self._stats is None:
             return tuple(self._failures)
         left = dict(self._stats.get("failures") or {})
@@ -330,7 +335,8 @@ class Tally:
 
 
 def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
-    """What an outcome means: failed, else gate, else unreachable, else refused, else changes pending, else done.
+    """What an outcome means: failed, else gate, else unreachable, else refused, else changes pending, else
+    done.
 
     A run in which no host was played is never a success: INTERNAL (the caller knows better when it does).
     """

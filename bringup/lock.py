@@ -45,8 +45,8 @@ def hold(
 ) -> Iterator[tuple[str, ...]]:
     """Holds the inventory's lock; yields notes for the record (whose lock was taken over, and why).
 
-    Raises Locked (exit 8) that says who holds it since when. The lock of a process of this machine that is gone
-    is taken over; `force` takes over any, and is written to `runs/audit.jsonl`.
+    Raises Locked (exit 8) that says who holds it since when. The lock of a process of this machine that is
+    gone is taken over; `force` takes over any, and is written to `runs/audit.jsonl`.
     """
     base = folder or runs.FOLDER
     path = base / ".locks" / f"{inventory.replace('/', '-')}.json"

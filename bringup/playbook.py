@@ -1,7 +1,8 @@
 """One playbook through ansible-runner, from the resolved plan to a finished record (I/O).
 
-`run` is the whole way: plan, lab, lock, record, play, causes, record. `play` is the middle of it: ansible-runner
-in a thread of its own, whose event handler only fills a queue, so a slow terminal never stalls the play.
+`run` is the whole way: plan, lab, lock, record, play, causes, record. `play` is the middle of it:
+ansible-runner in a thread of its own, whose event handler only fills a queue, so a slow terminal never
+stalls the play.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, lock, progress, redact, runs
-from bringup.errors import Exit, Problem, UsageError, unknown
+from bringup import ROOT, events, fleet, lock, progress, redact, runs
+from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.planned import Plan
 
 PLAYBOOKS = ROOT / "playbooks"
-INVENTORIES = ROOT / "inventories"
 
 JOB_LIMIT_S = 24 * 3600
 """A whole run; first runs copy hundreds of GiB, and every step inside has its own, shorter limit."""
@@ -59,7 +59,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Played:
-    """How a job ended: ansible-runner's status, whether Ansible came to its end, and what it printed beside events."""
+    """How a job ended: ansible-runner's status, whether Ansible came to its end, and what it printed beside
+    events.
+    """
 
     status: str
     outcome: events.Outcome
@@ -88,9 +90,10 @@ def run(
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
+    folder = fleet.folder_of(inventory)
     plan = resolve(inventory)
     check_limit(plan, limit)
-    job = Job(path, INVENTORIES / inventory, limit, tags, skip_tags, check, dict(extra or {}))
+    job = Job(path, folder, limit, tags, skip_tags, check, dict(extra or {}))
     name = playbook.removeprefix("runbooks/")
     arguments = {
         "playbook": playbook,
@@ -102,8 +105,11 @@ def run(
         "extra": dict(extra or {}),
     }
     try:
-        with _signals() as caught, lock.hold(inventory, f"{name} {inventory}", force=force_unlock) as notes:
-            record = runs.begin(name, inventory, arguments, plan_digest=plan.digest, notes=notes)
+        with (
+            _signals() as caught,
+            lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
+        ):
+            record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
             return _recorded(record, job, plan, seen, caught, after)
     finally:
         seen.close()
@@ -131,9 +137,11 @@ def _recorded(
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
     except Exception as error:
-        code = getattr(error, "code", Exit.INTERNAL)
+        code = error.code if isinstance(error, BringupError) else Exit.INTERNAL
+        caught.counting = True
         runs.finish(record, code, _with_errors(outcome, (redact.text(str(error)),)))
         raise
+    caught.counting = True
     errors = more.pop("errors", ())
     return runs.finish(record, code, _with_errors(outcome, errors), **more)
 
@@ -160,18 +168,16 @@ def resolve(inventory: str) -> Plan:
 
 def check_limit(plan: Plan, limit: str | None) -> None:
     """Raises UsageError when --limit names no host of the inventory."""
-    from bringup import fleet
-
     if limit:
         fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
 
 
 def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
-    """What a play needs beside it: the lab's nodes when the inventory is the lab, and lab models made here."""
-    from bringup import fleet, models
+    """What a play needs beside it: the nodes of the lab when that is the inventory, and models made here."""
+    from bringup import models
 
     hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
-    if plan.inventory == "lab":
+    if job.inventory == fleet.INVENTORIES / "lab":
         from bringup import lab
 
         lab.up(hosts, say=seen.note)
@@ -179,7 +185,9 @@ def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
 
 
 def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None = None) -> Played:
-    """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its processes."""
+    """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its
+    processes.
+    """
     caught = caught or Caught()
     inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
     private = folder / "runner"
@@ -188,6 +196,7 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
     tally = events.Tally()
     output: list[str] = []
     stop = _Stop(caught)
+    caught.counting = True
     thread.start()
     descriptor = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "a", encoding="utf-8") as log:
@@ -201,6 +210,7 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
             if not stop.tick():
                 break
     thread.join(JOIN_LIMIT_S)
+    caught.counting = False
     shutil.rmtree(private, ignore_errors=True)
     return Played(
         status=str(runner.status),
@@ -222,7 +232,9 @@ def code_of(played: Played, *, check: bool = False) -> Exit:
 
 
 def causes_of(played: Played) -> tuple[Mapping[str, Any], ...]:
-    """Known causes found in the words of the failures, each once: what is known about it, and on which hosts."""
+    """Known causes found in the words of the failures, each once: what is known about it, and on which
+    hosts.
+    """
     fatal = played.outcome.fatal
     if not fatal:
         return ()
@@ -230,26 +242,37 @@ def causes_of(played: Played) -> tuple[Mapping[str, Any], ...]:
 
     found: dict[str, dict[str, Any]] = {}
     for failure in fatal:
-        for cause in diagnose.of_text(failure.message):
-            entry = found.setdefault(cause.rule, {**cause.as_data(), "hosts": []})
+        cause = diagnose.of_text(failure.message).first
+        if cause is not None:
+            entry = found.setdefault(cause.cause, {**_cause(cause), "hosts": []})
             if failure.host not in entry["hosts"]:
                 entry["hosts"].append(failure.host)
     return tuple(found.values())
 
 
+def _cause(cause: Any) -> dict[str, Any]:
+    names = ("cause", "title", "meaning", "check", "remedy", "runbook", "confidence")
+    return {name: getattr(cause, name) for name in names}
+
+
 @dataclass
 class Caught:
-    """Signals seen since the handlers were installed."""
+    """Signals seen since the handlers were installed. While `counting`, they wait for the play to end
+    itself.
+    """
 
     count: int = 0
+    counting: bool = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if not self.counting:
+            raise KeyboardInterrupt
 
 
 @contextmanager
 def _signals() -> Iterator[Caught]:
-    """Counts Ctrl-C, TERM and HUP instead of dying of them, so that the record gets written."""
+    """Makes Ctrl-C, TERM and HUP the same, so that the record gets written."""
     caught = Caught()
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -339,6 +362,12 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         inbox.put(event)
         return False  # and the runner keeps no copy of its own, which would hold unredacted results
 
+    def status(state: Mapping[str, Any], config: Any) -> None:
+        if state.get("status") == "running":
+            # ansible-runner has just written the whole environment of the process there, secrets and all
+            for command in private.glob("artifacts/*/command"):
+                command.unlink()
+
     def never() -> bool:
         return False
 
@@ -366,6 +395,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         quiet=True,
         timeout=JOB_LIMIT_S,
         event_handler=handle,
+        status_handler=status,
         cancel_callback=never,
     )
 

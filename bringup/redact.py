@@ -12,7 +12,10 @@ from typing import Any
 
 HIDDEN = "***"
 
-_NAMES = r"(?:passw(?:or)?d|passphrase|secret|api[_-]?key|private[_-]?key|access[_-]?key|(?<![a-z])token|credential)"
+_NAMES = (
+    r"(?:passw(?:or)?d|passphrase|secret|credential|(?<![a-z])token"
+    r"|api[_-]?key|private[_-]?key|access[_-]?key)"
+)
 _SECRET_NAME = re.compile(rf"(?:^vault_)|(?:{_NAMES}$)", re.IGNORECASE)
 _ASSIGNED = re.compile(
     rf"""(?P<name>(?:\bvault_[\w-]*|[\w-]*{_NAMES})["']?\s*[:=]\s*)(?P<quote>["']?)(?P<value>(?!\*\*\*)[^\s"',}}\]]+)""",

@@ -69,7 +69,7 @@ class RunRecord:
     where: str = ""
     machine: str = ""
     pid: int = 0
-    started: str = ""
+    begun: str = ""
     finished: str = ""
     seconds: float = 0.0
     commit: str = ""
@@ -146,7 +146,7 @@ def begin(
         where=came_from(),
         machine=socket.gethostname(),
         pid=os.getpid(),
-        started=now.isoformat(timespec="milliseconds"),
+        begun=now.isoformat(timespec="milliseconds"),
         commit=commit(),
         versions=versions(),
         arguments=redact.data(dict(arguments)),
@@ -174,7 +174,7 @@ def finish(
             status=STATUS[code],
             exit_code=int(code),
             finished=now.isoformat(timespec="milliseconds"),
-            seconds=round((now - datetime.fromisoformat(record.started)).total_seconds(), 3),
+            seconds=round((now - datetime.fromisoformat(record.begun)).total_seconds(), 3),
             hosts=outcome.hosts,
             changes=outcome.changes,
             failures=outcome.failures,
