@@ -831,7 +831,7 @@ def up(
         _tell_outdated([there[name] for name in wanted if name in there], image, say)
         todo = [name for name in wanted if name not in there or not there[name].running]
         if todo:
-            say(f"starting {', '.join(todo) if len(todo) < 6 else f'{len(todo)} nodes'}")
+            say(f"starting {_listed(todo)}")
         with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
             list(
                 pool.map(
@@ -844,9 +844,14 @@ def up(
     return [node for node in nodes(engine) if node.name in wanted]
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 6 else f"{len(names)} nodes"
+
+
 def _refuse_foreign(engine: Engine, new: Sequence[str]) -> None:
-    shape = f'{{{{.Names}}}}\t{{{{.Label "{CHECKOUT_LABEL}"}}}}'
-    taken = dict(line.split("\t") for line in engine.run("ps", "--all", "--format", shape).splitlines())
+    shape = f'{{{{.Names}}}}={{{{.Label "{CHECKOUT_LABEL}"}}}}'
+    rows = (line.partition("=") for line in engine.run("ps", "--all", "--format", shape).splitlines())
+    taken = {name: checkout for name, _, checkout in rows}
     problems = [
         Problem(
             name,
@@ -985,7 +990,7 @@ def down(
             gone = there if names is None else [name for name in names if name in there]
             if gone:
                 engine.run("rm", "--force", "--volumes", *gone, limit=COMMAND_LIMIT_S + 5 * len(gone))
-                say(f"removed {', '.join(gone)}")
+                say(f"removed {_listed(gone)}")
             if names is None:
                 engine.tries("network", "rm", NETWORK)
     if everything:
