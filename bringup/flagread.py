@@ -19,6 +19,7 @@ from bringup.errors import Problem, UsageError, did_you_mean
 from bringup.flagtable import HELP_LIMIT, EnvVar, Flag, FlagTable
 from bringup.fold import Folder, Module, Source, Unfolded, elements
 
+_SAYS_DEPRECATED = re.compile(r"\W?deprecated\b|--[\w-]+ is deprecated\b", re.IGNORECASE)
 _HELP = Flag(names=("-h", "--help"), dest="help", kind="bool", nargs=0)
 _KIND_OF_TYPE = {
     "int": "int",
@@ -121,7 +122,20 @@ def _calls(function: ast.AST) -> Iterator[_Call]:
         if names:
             keywords = {item.arg: item.value for item in node.keywords if item.arg}
             spread = next((item.value for item in node.keywords if item.arg is None), None)
+            if isinstance(spread, ast.Dict):
+                spread = _merged(spread, keywords)
             yield _Call(names, keywords, spread, local)
+
+
+def _merged(mapping: ast.Dict, keywords: dict[str, ast.expr]) -> ast.expr | None:
+    """`**{**inner, "key": value}`: the keys go to `keywords`, what is spread inside is returned."""
+    inner: ast.expr | None = None
+    for key, value in zip(mapping.keys, mapping.values, strict=True):
+        if key is None:
+            inner = value
+        elif isinstance(key, ast.Constant):
+            keywords[str(key.value)] = value
+    return inner
 
 
 def _dest(names: tuple[str, ...]) -> str:
@@ -175,7 +189,7 @@ def _from_call(call: _Call, folder: Folder, module: Module, start: Flag | None =
         default=_plain(fold("default")) if "default" in call.keywords else base.default,
         required=bool(fold("required")) or base.required,
         help=_first_line(help_text),
-        deprecated=base.deprecated or bool(fold("deprecated")),
+        deprecated=base.deprecated or bool(fold("deprecated")) or bool(_SAYS_DEPRECATED.match(str(help_text))),
     )
     if "action" not in call.keywords:
         return flag
@@ -812,29 +826,6 @@ def _env_kind(text: str, declared: ast.AnnAssign | None) -> str:
         return "float"
     annotation = ast.unparse(declared.annotation) if declared is not None else ""
     return "bool" if annotation == "bool" else "str"
-
-
-# Our own wrapper of llama.cpp's server -----------------------------------------------------------------------------------
-
-
-def _llama_server(source: Source, path: Path) -> FlagTable:
-    """The wrapper program's own parser; its engine's version is the xllamacpp wheel it drives."""
-    folder = Folder(source, "bringup")
-    name = next((n for n in sorted(source.names) if n.endswith("llama_serve.py")), None)
-    if name is None:
-        raise _lacking(path, "llama_serve.py")
-    module = folder.module(name[:-3].replace("/", "."))
-    flags = [
-        _from_call(call, folder, module)
-        for statement in module.body
-        if isinstance(statement, ast.FunctionDef)
-        for call in _calls(statement)
-    ]
-    return FlagTable("llama-server", _pinned(source), name, (_HELP, *_unique(flags)))
-
-
-def _pinned(source: Source) -> str:
-    return "0"
 
 
 _READERS: dict[str, Callable[[Source, Path], FlagTable]] = {

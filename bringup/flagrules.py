@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from bringup import ROOT
 from bringup.entries import Entry, build, read_yaml
-from bringup.flags import CODES, Settings, Severity
+from bringup.flags import CODES, ModelFacts, Settings, Severity
 
 FOLDER = ROOT / "catalog" / "rules"
 
@@ -37,11 +37,13 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 class When(Entry):
     """All of these must hold. A fact that is not known (GPU, model) makes the verdict conditional.
 
+    `platform`: any whole word of the platform's name, such as h20 of h20-141gb (not known: does not hold).
     `values`: flag (dotted for JSON keys) to the values meant, given or default. `env`: variable to values, an
     empty list meaning any. `model`: fact of `ModelFacts` to its value.
     """
 
     version: str = ""
+    platform: list[str] = Field(default_factory=list)
     sm: list[int] = Field(default_factory=list)
     values: dict[str, list[str]] = Field(default_factory=dict)
     other_values: dict[str, list[str]] = Field(default_factory=dict)
@@ -93,10 +95,13 @@ class Rule(Entry):
 
     @model_validator(mode="after")
     def _complete(self) -> Rule:
+        unknown = sorted(self.when.model.keys() - set(ModelFacts.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"when.model knows no fact called {', '.join(unknown)}")
         if self.code not in CODES:
             raise ValueError(f'"{self.code}" is not a finding code')
-        if not self.flags and not self.env and not self.when.given:
-            raise ValueError("needs flags, env or when.given, or it would speak about every line")
+        if not (self.flags or self.env or self.when.given or self.when.absent):
+            raise ValueError("needs flags, env, when.given or when.absent, or it would speak about every line")
         return self
 
 
@@ -153,7 +158,9 @@ def _judge(rule: Rule, version: str, settings: Settings) -> Hit | None:
 
 def _trigger(rule: Rule, settings: Settings) -> str | None:
     if not rule.flags and not rule.env:
-        return rule.when.given[0]
+        if rule.when.given:
+            return rule.when.given[0]
+        return rule.when.absent[0] if settings.context.complete else None
     for flag in rule.flags:
         spelled = settings.spelled(flag)
         if spelled is not None:
@@ -177,6 +184,7 @@ def _in_version(specifier: str, version: str) -> bool:
 def _holds(when: When, settings: Settings, unknown: list[str]) -> bool:
     return (
         _gpu(when, settings, unknown)
+        and _platform(when, settings)
         and all(_value_in(settings, flag, wanted) for flag, wanted in when.values.items())
         and not any(_value_in(settings, flag, wanted) for flag, wanted in when.other_values.items())
         and all(settings.spelled(flag) is not None for flag in when.given)
@@ -195,6 +203,13 @@ def _gpu(when: When, settings: Settings, unknown: list[str]) -> bool:
         unknown.append("the GPU is SM" + " or SM".join(str(sm) for sm in when.sm))
         return True
     return settings.context.sm in when.sm
+
+
+def _platform(when: When, settings: Settings) -> bool:
+    if not when.platform:
+        return True
+    words = re.split(r"[^a-z0-9]+", (settings.context.platform or "").lower())
+    return any(word in words for word in when.platform)
 
 
 def _model(when: When, settings: Settings, unknown: list[str]) -> bool:
