@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bringup import fit
-from bringup.entries import read_yaml
+from bringup import catalog, fit
+from bringup.entries import build, read_yaml
 from bringup.errors import UsageError
 
 CASES = Path(__file__).parents[1] / "cases" / "fit"
@@ -210,3 +210,145 @@ def test_a_file_that_is_no_safetensors_is_no_traceback(tmp_path: Path, content: 
 def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Download the model first"):
         fit.weights_from_headers(tmp_path)
+
+
+# --- from the catalog --------------------------------------------------------------------------------------
+
+GLM: dict[str, Any] = {
+    "title": "GLM-5.1 FP8",
+    "family": "glm",
+    "licence": "mit",
+    "hub": {"huggingface": "zai-org/GLM-5.1-FP8"},
+    "format": "safetensors",
+    "quantisation": "fp8",
+    "weights": {"total_gib": 703.1, "routed_experts_gib": 684, "mtp_gib": 9.25},
+    "shape": {
+        "layers": 78,
+        "hidden": 6144,
+        "vocab": 154880,
+        "heads": 64,
+        "experts": 256,
+        "active_experts": 8,
+        "moe_intermediate": 2048,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 2048,
+        "qk_rope_dim": 64,
+    },
+    "context": 202752,
+    "sparse_attention": {"kind": "dsa", "topk": 2048, "index_dim": 128},
+    "mtp": {"layer": 78, "prefix": "model.layers.78.", "precision": "fp8"},
+}
+
+
+def machine(memory_gib: float, gpus: int = 8) -> catalog.Platform:
+    numa = [{"node": 0, "cpus": "0-47", "memory_gib": 1000}, {"node": 1, "cpus": "48-95", "memory_gib": 1000}]
+    entry = {
+        "title": f"{gpus} x {memory_gib}",
+        "arch": "x86_64",
+        "gpus": {
+            "count": gpus,
+            "names": ["NVIDIA H20"],
+            "memory_gib": memory_gib,
+            "sm": "9.0",
+            "hbm_gbps": 4000,
+        },
+        "host": {"sockets": 2, "cores_per_socket": 48, "memory_gib_per_socket": 1000, "numa": numa},
+        "driver": {"minimum": "550"},
+    }
+    return build(catalog.Platform, entry, "platform")
+
+
+def profile(engine: str, flags: dict[str, Any], **more: Any) -> catalog.Profile:
+    entry = {
+        "title": "a profile",
+        "platforms": ["h20"],
+        "model": "glm",
+        "engine": engine,
+        "flags": flags,
+        "unmeasured": "a test",
+        **more,
+    }
+    return build(catalog.Profile, entry, "profile")
+
+
+SGLANG_FLAGS = {
+    "--tp": 8,
+    "--mem-fraction-static": 0.88,
+    "--speculative-algorithm": "EAGLE",
+    "--speculative-num-steps": 4,
+}
+
+
+def test_a_catalog_entry_gives_the_facts_of_the_cases() -> None:
+    got = fit.facts_of_model(build(catalog.Model, GLM, "model"), "glm-5.1-fp8")
+    wanted = model("glm-5.1-fp8")
+    for name in ("weights", "experts", "mtp", "mtp_experts", "replicated"):
+        assert getattr(got, name) == pytest.approx(getattr(wanted, name), rel=0.01), name
+    for name in ("layers", "mtp_layers", "latent", "rope", "index_layers", "index_dim", "context"):
+        assert getattr(got, name) == getattr(wanted, name), name
+
+
+@pytest.mark.parametrize(("memory_gib", "fits"), [(95.6, False), (140.4, True)])
+def test_a_plan_is_told_in_one_call(memory_gib: float, fits: bool) -> None:
+    glm, plan = build(catalog.Model, GLM, "model"), profile("sglang-0.5.10.post1", SGLANG_FLAGS)
+    others = {"h20-141gb": machine(140.4), "cpu": build(catalog.Platform, {"title": "c", "arch": "any"}, "c")}
+    verdict, found = fit.of_service(
+        glm,
+        machine(memory_gib),
+        plan,
+        plan.flags,
+        range(8),
+        service="glm",
+        where="h20-01: glm",
+        others=others,
+    )
+    assert verdict.fits is fits
+    assert verdict.service == "glm"
+    assert [item.code for item in found] == ([] if fits else ["FIT_TOO_BIG"])
+    if not fits:
+        assert found[0].where == "h20-01: glm"
+        assert "h20-141gb" in found[0].instead
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"--tensor-parallel-size": 8, "--speculative-config": {"method": "mtp", "num_speculative_tokens": 3}},
+        {
+            "--tensor-parallel-size": "8",
+            "--speculative-config": '{"method":"mtp","num_speculative_tokens":3}',
+        },
+        {"--tensor-parallel-size": 8, "--speculative-config.num_speculative_tokens": 3},
+        {"--tensor_parallel_size": 8, "--spec-method": "mtp", "--spec-tokens": 3},
+    ],
+)
+def test_every_spelling_of_the_same_flags_is_the_same_server(flags: dict[str, Any]) -> None:
+    glm = build(catalog.Model, GLM, "model")
+    serving = fit.facts_of_serving(profile("vllm-0.33.0", {}), flags, range(8), glm)
+    assert (serving.tp, serving.speculates, serving.uses_mtp, serving.fraction) == (8, 3, True, 0.92)
+
+
+def test_values_that_are_no_numbers_are_left_to_the_flag_checker() -> None:
+    glm = build(catalog.Model, GLM, "model")
+    flags = {"--tp": "eight", "--max-model-len": -1, "--cpu-offload-gb": [1], "--speculative-config": "{"}
+    serving = fit.facts_of_serving(profile("vllm-0.33.0", {}), flags, range(8), glm)
+    assert (serving.tp, serving.max_context, serving.offload) == (1, None, 0)
+
+
+def test_a_cpu_server_is_held_against_the_node_it_is_bound_to() -> None:
+    entry = {**GLM, "format": "gguf", "weights": {"total_gib": 1100}, "mtp": None, "sparse_attention": None}
+    big = build(catalog.Model, entry, "model")
+    both = profile("llama-server-1", {"--ctx-size": 4096})
+    one = profile("llama-server-1", {"--ctx-size": 4096}, placement={"bind": "node", "node": 1})
+    assert fit.of_service(big, machine(96), both, both.flags, ())[0].fits is True
+    verdict, found = fit.of_service(big, machine(96), one, one.flags, ())
+    assert verdict.fits is False
+    assert "GiB of host memory, may use 1000" in found[0].what
+
+
+def test_a_machine_of_unknown_memory_is_not_judged() -> None:
+    plan = profile("llama-server-1", {})
+    anything = build(catalog.Platform, {"title": "any CPU", "arch": "any"}, "platform")
+    verdict, found = fit.of_service(build(catalog.Model, GLM, "model"), anything, plan, {}, ())
+    assert verdict.fits is None
+    assert found == []
