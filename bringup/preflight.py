@@ -393,7 +393,7 @@ def check_driver(facts: Facts, expected: Expected) -> Iterator[Finding]:
             "error",
             "no NVIDIA driver is loaded",
             gpu["smi_error"] or "/proc/driver/nvidia/version is not there",
-            f"Install driver {wanted.get('recommended') or wanted.get('minimum', 'of the platform')}, then reboot",
+            f"Install driver {wanted.get('recommended') or wanted.get('minimum')}, then reboot",
         )
         return
     if gpu["smi"] is None:

@@ -1,0 +1,83 @@
+"""What a node was planned to be (`plan.json`), and which runs it has seen (`runs/`).
+
+`plan.json` is configuration: it changes when the plan does. A run's stamp is a record, like a line in a log:
+it is written by every run and is no change, or else no second run could ever say "nothing to do".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+STAMP = re.compile(r"\d{8}T\d{6}Z-.*\.json")
+
+
+def plan_text(summary: Mapping[str, Any]) -> str:
+    """The text of `plan.json`: the same for the same plan."""
+    return json.dumps({"schema_version": SCHEMA_VERSION, **summary}, indent=1, sort_keys=True) + "\n"
+
+
+def stamp_name(run: str, now: float) -> str:
+    """The file name of a run's stamp; names sort by time."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "-", run)[:80] or "run"
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{safe}.json"
+
+
+def old_stamps(names: list[str], keep: int) -> list[str]:
+    """The stamps that go when the newest `keep` stay; other files are not ours to remove."""
+    ours = sorted(name for name in names if STAMP.fullmatch(name))
+    return ours[: max(len(ours) - keep, 0)]
+
+
+def read(path: Path) -> str:
+    """A file's text, "" when it is not there."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
+    """Writes a file beside its place, to the disk, and renames it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.chmod(mode)
+    beside.replace(path)
+
+
+def ensure(
+    plan_file: Path,
+    runs: Path,
+    summary: Mapping[str, Any],
+    run: Mapping[str, Any],
+    keep: int,
+    check_only: bool = False,
+    now: float | None = None,
+) -> dict[str, Any]:
+    """Writes both. Returns `changed` (of the plan only), `before` and `after` texts, and the stamp's path.
+
+    `run`: `id`, `by`, `commit`, `controller`, `plan` (digest); what is "" stays so.
+    """
+    before, after = read(plan_file), plan_text(summary)
+    answer = {"changed": before != after, "before": before, "after": after, "stamp": ""}
+    if check_only:
+        return answer
+    if before != after:
+        write_atomic(plan_file, after)
+    at = time.time() if now is None else now
+    stamp = runs / stamp_name(str(run.get("id", "")), at)
+    text = {"schema_version": SCHEMA_VERSION, "at": round(at, 3), "changed_plan": before != after, **run}
+    write_atomic(stamp, json.dumps(text, indent=1, sort_keys=True) + "\n")
+    for name in old_stamps([path.name for path in runs.iterdir()], keep):
+        (runs / name).unlink(missing_ok=True)
+    return {**answer, "stamp": str(stamp)}

@@ -1,0 +1,61 @@
+#!/usr/bin/python
+"""Gathers what a node is like in one round trip (`bringup/node/facts.py`)."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: node_facts
+short_description: Gather what a node is like in one round trip
+description:
+  - Looks at system, memory, disks, listening ports with their owners, GPUs and what earlier servers left.
+  - Changes nothing, so that it runs in check mode too.
+options:
+  paths:
+    description: Paths whose file systems are looked at; they need not exist yet.
+    type: list
+    elements: str
+    default: []
+  users:
+    description: Names of users to look up.
+    type: list
+    elements: str
+    default: []
+  programs:
+    description: Names of programs to look for.
+    type: list
+    elements: str
+    default: []
+  leftovers:
+    description: Regular expression of command lines that only a server of ours has.
+    type: str
+    default: ""
+author: bringup
+"""
+
+RETURN = r"""
+facts:
+  description: What was found, see C(gather) in C(bringup/node/facts.py).
+  returned: always
+  type: dict
+"""
+
+from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
+from ansible.module_utils.bringup_node import facts  # noqa: E402
+
+
+def main() -> None:
+    """Gather and report."""
+    module = AnsibleModule(
+        argument_spec={
+            "paths": {"type": "list", "elements": "str", "default": []},
+            "users": {"type": "list", "elements": "str", "default": []},
+            "programs": {"type": "list", "elements": "str", "default": []},
+            "leftovers": {"type": "str", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    module.exit_json(changed=False, facts=facts.gather(module.params))
+
+
+if __name__ == "__main__":
+    main()
