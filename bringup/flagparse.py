@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +80,7 @@ def _nargs(item: Given) -> int | str | None:
 
 def _values_after(table: FlagTable, argv: Sequence[str], start: int, nargs: int | str | None) -> int:
     """How many words from `start` on an option with `nargs` takes."""
-    most = {None: 1, "?": 1, "*": len(argv), "+": len(argv)}.get(nargs, nargs)
-    assert isinstance(most, int)
+    most = nargs if isinstance(nargs, int) else len(argv) if nargs in ("*", "+") else 1
     count = 0
     while count < most and start + count < len(argv) and not _ends_values(table, argv[start + count]):
         count += 1
@@ -216,7 +215,8 @@ def wrong_choice(flag: Flag, text: str) -> bool:
     """Whether a value is none of the flag's choices (numbers compare as numbers)."""
     if not flag.choices or flag.open_choices or (flag.optional and text in ("", "None")):
         return False
-    return not any(str(choice) == text or _same_number(choice, text) for choice in flag.choices)
+    word = text.lower().replace("-", "_") if flag.kind == "name" else text
+    return not any(str(choice) == word or _same_number(choice, word) for choice in flag.choices)
 
 
 def _same_number(choice: Any, text: str) -> bool:
@@ -226,11 +226,3 @@ def _same_number(choice: Any, text: str) -> bool:
         and _is_float(text)
         and (float(text) == choice)
     )
-
-
-def values(parsed: Parsed) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(dest, words) of each known option in order; dotted keys come as `dest.key`."""
-    for item in parsed.given:
-        if item.flag is not None:
-            dest = f"{item.flag.dest}.{item.key}" if item.key else item.flag.dest
-            yield dest, ("false",) if item.negated else item.words

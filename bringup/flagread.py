@@ -1,9 +1,9 @@
 """Reading an engine's flags and environment variables out of its wheel, with `ast` alone.
 
-SGLang has had three layouts: add_argument calls in server_args.py (to 0.5.13), Annotated fields there
-(0.5.14 to 0.5.19), and Annotated fields in arg_groups/fields/*.py (from 0.5.20). vLLM makes its flags from config
-dataclasses named in engine/arg_utils.py and from the fields of its front end's dataclasses. A program of our own
-with one argparse parser is read the same way.
+SGLang has had three layouts: add_argument calls in server_args.py (to 0.5.13), Annotated fields there (0.5.14
+to 0.5.19), and Annotated fields in arg_groups/fields/*.py (from 0.5.20). vLLM makes its flags from config
+dataclasses named in engine/arg_utils.py and from the fields of its front end's dataclasses. A program of our
+own with one argparse parser is read the same way.
 """
 
 from __future__ import annotations
@@ -34,14 +34,28 @@ _KIND_OF_TYPE = {
 }
 
 
-def read(path: Path, engine: str) -> FlagTable:
-    """The flag table of a wheel or tree. Raises UsageError for anything that is not that engine's."""
+def read(path: Path, engine: str, version: str | None = None) -> FlagTable:
+    """The flag table of a wheel or tree; `version` names what has no METADATA to say it.
+
+    Raises UsageError for anything that is not that engine's, or of another version than asked for.
+    """
     reader = _READERS.get(engine)
     if reader is None:
         hint = did_you_mean(engine, _READERS) or f"Known: {', '.join(_READERS)}."
         raise UsageError(Problem(engine, "there is no flag reader for this engine", hint))
     with Source(path) as source:
-        return reader(source, path)
+        table = reader(source, path)
+    table = replace(table, version=table.version or version or "")
+    if not table.version or (version and table.version != version):
+        what = table.version or "of unknown version"
+        raise UsageError(
+            Problem(
+                str(path),
+                f"is {engine} {what}, not {version or 'one that says its version'}",
+                "Give the file of that version, or leave the version out.",
+            )
+        )
+    return table
 
 
 def _version(source: Source, path: Path) -> str:
@@ -81,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _choices(value: Any) -> tuple[Any, ...] | None:
-    if not isinstance(value, (list, tuple, dict)) or isinstance(value, Unfolded):
+    if not isinstance(value, (list, tuple, dict)):
         return None
     known = [item for item in value if not isinstance(item, Unfolded) and item is not None]
     return tuple(dict.fromkeys(known)) or None
@@ -154,7 +168,7 @@ def _with_action(flag: Flag, action: str, fold: Callable[[str], Any], nargs_give
         return replace(flag, kind="bool", nargs=0, negatives=_negatives(flag.names))
     if "Deprecated" not in action:
         return flag
-    if action.endswith("AliasStoreAction") or action.endswith("ConfigFileAction"):
+    if action.endswith(("AliasStoreAction", "ConfigFileAction")):
         return replace(flag, deprecated=True, use=use)
     refused = str(fold("error_message") or "")
     nargs = flag.nargs if nargs_given else 0
@@ -189,7 +203,9 @@ def _from_call(call: _Call, folder: Folder, module: Module, start: Flag | None =
         default=_plain(fold("default")) if "default" in call.keywords else base.default,
         required=bool(fold("required")) or base.required,
         help=_first_line(help_text),
-        deprecated=base.deprecated or bool(fold("deprecated")) or bool(_SAYS_DEPRECATED.match(str(help_text))),
+        deprecated=base.deprecated
+        or bool(fold("deprecated"))
+        or bool(_SAYS_DEPRECATED.match(str(help_text))),
     )
     if "action" not in call.keywords:
         return flag
@@ -198,14 +214,14 @@ def _from_call(call: _Call, folder: Folder, module: Module, start: Flag | None =
 
 
 def _unique(flags: Iterable[Flag]) -> tuple[Flag, ...]:
-    """Flags by name order of first mention; a later definition of the same names wins, as in argparse's field."""
+    """Flags in order of first mention; a later definition of the same names wins."""
     found: dict[tuple[str, ...], Flag] = {}
     for flag in flags:
         found[flag.names] = flag
     return tuple(found.values())
 
 
-# SGLang ---------------------------------------------------------------------------------------------------------------
+# SGLang ----------------------------------------------------------------------------------------------
 
 _SGLANG_PARSERS = {
     "--reasoning-parser": (
@@ -217,7 +233,7 @@ _SGLANG_PARSERS = {
         ("sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"),
     ),
 }
-"""Registries whose keys are the choices of a flag; the parser computes them, so they are read where they stand."""
+"""Registries whose keys are a flag's choices; the parser computes them, so they are read where they stand."""
 
 
 def _sglang(source: Source, path: Path) -> FlagTable:
@@ -427,7 +443,7 @@ def _sglang_old_env(folder: Folder, module: Module) -> dict[str, EnvVar]:
 def _with_mentions(
     declared: dict[str, EnvVar], source: Source, pattern: re.Pattern[str]
 ) -> tuple[EnvVar, ...]:
-    """Declared variables plus every name the code mentions as a string: some are read without being declared."""
+    """Declared variables plus every name the code mentions: some are read without being declared."""
     names: set[str] = set()
     for name in source.names:
         if name.endswith(".py"):
@@ -436,7 +452,7 @@ def _with_mentions(
     return tuple(sorted((*declared.values(), *undeclared), key=lambda item: item.name))
 
 
-# vLLM -----------------------------------------------------------------------------------------------------------------
+# vLLM ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,7 +653,7 @@ def _vllm(source: Source, path: Path) -> FlagTable:
 
 
 def _pairs(flag: Flag, paired: bool) -> Flag:
-    """Every bool field becomes a BooleanOptionalAction; newer versions also pair --enable-x with --disable-x."""
+    """Every bool field is a BooleanOptionalAction; newer versions also pair --enable-x with --disable-x."""
     if flag.kind != "bool" or not flag.negatives or not paired:
         return flag
     swap = {"--enable-": "--disable-", "--disable-": "--enable-"}
@@ -715,9 +731,11 @@ def _change(target: ast.AST, how: str, value: ast.expr | None) -> Iterator[_Chan
     inner = target.value
     if isinstance(inner, ast.Name):
         yield _Change(inner.id, "", key, how, value)
-    elif isinstance(inner, ast.Subscript) and isinstance(inner.value, ast.Name):
-        if isinstance(inner.slice, ast.Constant):
-            yield _Change(inner.value.id, str(inner.slice.value), key, how, value)
+        return
+    if not (isinstance(inner, ast.Subscript) and isinstance(inner.value, ast.Name)):
+        return
+    if isinstance(inner.slice, ast.Constant):
+        yield _Change(inner.value.id, str(inner.slice.value), key, how, value)
 
 
 def _changed(flag: Flag, changes: Iterable[_Change], folder: Folder, module: Module) -> Flag:
@@ -828,7 +846,23 @@ def _env_kind(text: str, declared: ast.AnnAssign | None) -> str:
     return "bool" if annotation == "bool" else "str"
 
 
+# A program of our own --------------------------------------------------------------------------------
+
+
+def _program(source: Source, path: Path) -> FlagTable:
+    """One program with one argparse parser: the server around llama.cpp. Its version is given by hand."""
+    name = next((name for name in sorted(source.names) if name.endswith("llama_serve.py")), None)
+    if name is None:
+        raise _lacking(path, "llama_serve.py")
+    folder = Folder(source, "bringup")
+    module = folder.module(name[:-3].replace("/", "."))
+    calls = [call for item in module.body if isinstance(item, ast.FunctionDef) for call in _calls(item)]
+    flags = [_from_call(call, folder, module) for call in calls]
+    return FlagTable("llama-server", "", Path(name).name, (_HELP, *_unique(flags)))
+
+
 _READERS: dict[str, Callable[[Source, Path], FlagTable]] = {
     "sglang": _sglang,
     "vllm": _vllm,
+    "llama-server": _program,
 }

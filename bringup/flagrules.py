@@ -1,6 +1,6 @@
-"""What an engine does with flags beyond its parser: renames, dead flags, adjustments, refusals. Rules are data.
+"""What an engine does with flags beyond its parser: renames, dead flags, adjustments, refusals.
 
-One file an engine, `catalog/rules/<engine>.yml`; this module reads and judges them.
+Rules are data, one file an engine, `catalog/rules/<engine>.yml`; this module reads and judges them.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class When(Entry):
 
 
 class Rule(Entry):
-    """One known behaviour. It speaks when one of `flags` or `env` is given (or, with neither, always) and `when` holds.
+    """One known behaviour. It speaks when one of `flags` or `env` is given (or, with neither, always) and
+    `when` holds.
 
-    `evidence`: "run" (seen happening), "read" (in the engine's source) or "published" (its documentation says so).
+    `evidence`: "run" (seen happening), "read" (in the engine's source) or "published" (documented).
     Texts may use {value}, {flag} and the fields of other flags, such as {speculative_num_steps}.
     """
 
@@ -101,7 +102,9 @@ class Rule(Entry):
         if self.code not in CODES:
             raise ValueError(f'"{self.code}" is not a finding code')
         if not (self.flags or self.env or self.when.given or self.when.absent):
-            raise ValueError("needs flags, env, when.given or when.absent, or it would speak about every line")
+            raise ValueError(
+                "needs flags, env, when.given or when.absent, or it would speak about every line"
+            )
         return self
 
 
@@ -147,25 +150,27 @@ def hits(rules: Iterable[Rule], version: str, settings: Settings) -> list[Hit]:
 
 
 def _judge(rule: Rule, version: str, settings: Settings) -> Hit | None:
-    about = _trigger(rule, settings)
-    if about is None or not _in_version(rule.when.version, version):
+    found = _trigger(rule, settings)
+    if found is None or not _in_version(rule.when.version, version):
         return None
     unknown: list[str] = []
     if not _holds(rule.when, settings, unknown):
         return None
-    return Hit(rule, about, _texts(rule, about, settings), tuple(unknown))
+    about, flag = found
+    return Hit(rule, about, _texts(rule, about, flag, settings), tuple(unknown))
 
 
-def _trigger(rule: Rule, settings: Settings) -> str | None:
+def _trigger(rule: Rule, settings: Settings) -> tuple[str, str] | None:
+    """(as spelled, as the rule calls it) of what the rule speaks about; None when it has nothing to say."""
     if not rule.flags and not rule.env:
         if rule.when.given:
-            return rule.when.given[0]
-        return rule.when.absent[0] if settings.context.complete else None
+            return rule.when.given[0], rule.when.given[0]
+        return (rule.when.absent[0], rule.when.absent[0]) if settings.context.complete else None
     for flag in rule.flags:
         spelled = settings.spelled(flag)
         if spelled is not None:
-            return spelled
-    return next((name for name in rule.env if name in settings.env), None)
+            return spelled, flag
+    return next(((name, name) for name in rule.env if name in settings.env), None)
 
 
 @lru_cache(maxsize=512)
@@ -257,8 +262,8 @@ def _compared(line: str, settings: Settings) -> bool:
     return left is not None and right is not None and _OPERATORS[sign](left, right)
 
 
-def _texts(rule: Rule, about: str, settings: Settings) -> Mapping[str, str]:
-    words = settings.value(about) or ()
+def _texts(rule: Rule, about: str, flag: str, settings: Settings) -> Mapping[str, str]:
+    words = settings.value(flag) or ()
     texts = {
         **settings.texts(),
         "flag": about,

@@ -1,7 +1,7 @@
 """Checks a command line and environment against one engine version, before anything is started.
 
-Two sources of knowledge: the version's flag table (what its parser takes) and the engine's rules (what it does
-with what it took). Both are data; see docs/flags.md.
+Two sources of knowledge: the version's flag table (what its parser takes) and the engine's rules (what it
+does with what it took). Both are data; see docs/flags.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from bringup.flagparse import Given, Parsed, is_variable, parse, wrong_choice, w
 from bringup.flagtable import Flag, FlagTable
 
 Severity = Literal["error", "warning", "note"]
-"""error: the server does not start, or not as asked. warning: it starts and does something else. note: good to know."""
+"""error: the server does not start, or not as asked. warning: it starts and does something else, or unsafely.
+note: good to know."""
 
 CODES: dict[str, str] = {
     "FLAG_UNKNOWN": "no version of the engine that we know has this flag",
@@ -52,6 +53,7 @@ CODES: dict[str, str] = {
     "ENV_TYPE": "a value of the wrong type",
     "ENV_NO_EFFECT": "without effect in this version",
     "LINE_QUOTES": "typographic quotes, which a shell does not know",
+    "LINE_VERSION": "the version has no flag table; the nearest one is used",
     "LINE_VARIABLE": "a shell variable whose value is not known here",
 }
 """Every finding code and what it means. Codes are stable: scripts and reviews may rely on them."""
@@ -62,7 +64,8 @@ _TRUE_FALSE = ("1", "0", "true", "false", "yes", "no", "y", "n", "on", "off", ""
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about one flag or variable. `what` says it, `reason` why, `instead` the right form, `source` who says so."""
+    """One thing about one flag or variable. `what` says it, `reason` why, `instead` the right form, `source`
+    who says so."""
 
     code: str
     severity: Severity
@@ -77,8 +80,9 @@ class Finding:
 class ModelFacts:
     """What rules may ask of a model; None is "not known".
 
-    architecture: class name in config.json, such as GlmMoeDsaForCausalLM. sparse_attention: DeepSeek-style (DSA).
-    quantization: method in config.json, such as fp8. mtp: the checkpoint holds a multi-token-prediction layer.
+    architecture: class name in config.json, such as GlmMoeDsaForCausalLM. sparse_attention: DeepSeek-style
+    (DSA). quantization: method in config.json, such as fp8. mtp: the checkpoint holds a layer for multi-token
+    prediction.
     """
 
     name: str | None = None
@@ -91,10 +95,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class FlagContext:
-    """Where the command line will run. `sm`: compute capability times ten (H100, H200, H20, GH200: 90), None unknown.
+    """Where the command line will run. `sm`: compute capability times ten (H100, H200, H20, GH200: 90), None
+    unknown.
 
-    `complete`: the line is a whole launch, so required flags may be missed. `shell`: words may still hold shell
-    variables, whose values are then not judged.
+    `complete`: the line is a whole launch, so required flags may be missed. `shell`: words may still hold
+    shell variables, whose values are then not judged.
     """
 
     sm: int | None = None
@@ -167,7 +172,7 @@ def _text(value: Any) -> str:
 
 
 def _flat(item: Given) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(dest, words) of an option; a JSON object also as `dest.key`, so that both spellings meet the same rules."""
+    """(dest, words) of an option; a JSON object also as `dest.key`: both spellings meet the same rules."""
     assert item.flag is not None
     if item.key:
         yield f"{item.flag.dest}.{item.key}", item.words
@@ -193,7 +198,7 @@ def load_table(engine: str, version: str) -> FlagTable:
 def check(
     table: FlagTable, argv: Sequence[str], env: Mapping[str, str], context: FlagContext
 ) -> list[Finding]:
-    """Everything to say about a launch, worst first. `argv`: the words after the module and positional model."""
+    """Everything to say about a launch, worst first. `argv`: the words after module and positional model."""
     from bringup import flagrules
 
     parsed = parse(table, argv)

@@ -1,7 +1,7 @@
 """The flags and environment variables of one engine version, as data.
 
 A table is made once from a wheel (`generate`, which never imports the engine), kept in
-`catalog/flags/<engine>-<version>.json`, and read on every check: plain JSON and dataclasses, a few milliseconds.
+`catalog/flags/<engine>-<version>.json`, and read on every check: JSON and dataclasses, a few milliseconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ SCHEMA_VERSION = 1
 HELP_LIMIT = 160
 """Characters of a flag's help that a table keeps: enough to recognise it, small enough to load fast."""
 
-KINDS = ("bool", "int", "float", "str", "json", "json_or_str", "human_int", "human_int_or_auto")
+KINDS = ("bool", "int", "float", "str", "name", "json", "json_or_str", "human_int", "human_int_or_auto")
+"""What a value is. bool: no value. name: compared in lower case, "-" read as "_". human_int: also 8k, 8K."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One option of an engine's command line.
 
-    `nargs` is argparse's: None (one value), 0, a number, "?", "*" or "+". `open_choices` says that `choices` are
-    the known values but others are let through by the parser. `use` is the engine's own pointer to a replacement.
+    `nargs` is argparse's: None (one value), 0, a number, "?", "*" or "+". `open_choices` says that `choices`
+    are the known values but others are let through by the parser. `optional`: "None" and "" mean unset.
+    `refused` is the parser's own refusal; `use` its pointer to a replacement.
     """
 
     names: tuple[str, ...]
@@ -74,8 +76,8 @@ class FlagTable:
     """Everything one engine version accepts.
 
     `prefixes`: argparse's abbreviation of long options is on. `underscores`: `--a_b` is read as `--a-b`.
-    `dotted`: `--json-flag.key value` is accepted. `env_prefixes`: names the engine claims, so an undeclared one
-    is a mistake.
+    `dotted`: `--json-flag.key value` is accepted. `env_prefixes`: names the engine claims, so an undeclared
+    one is a mistake.
     """
 
     engine: str
@@ -261,14 +263,14 @@ def write(table: FlagTable, folder: Path | None = None) -> Path:
     return path
 
 
-def generate(wheel: Path, engine: str) -> FlagTable:
+def generate(wheel: Path, engine: str, version: str | None = None) -> FlagTable:
     """Read an engine's flags from a wheel or an unpacked tree; nothing of it is imported or run.
 
     Raises UsageError when the file is not such a wheel or its layout is not understood.
     """
     from bringup.flagread import read
 
-    return read(wheel, engine)
+    return read(wheel, engine, version)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Constant folding over Python source that must not be imported: names, imports, literals, simple expressions."""
+"""Constant folding over Python source that must not be imported: names, imports, literals, arithmetic."""
 
 from __future__ import annotations
 
 import ast
-import os
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,11 +21,14 @@ class Unfolded(str):
 
 
 class Source:
-    """The .py files of a wheel (a zip) or of an unpacked tree, by path from its root."""
+    """The .py files of a wheel (a zip), of an unpacked tree, or one program alone, by path from its root."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._zip: zipfile.ZipFile | None = None
+        if path.suffix == ".py":
+            self.path, self.names = path.parent, frozenset({path.name})
+            return
         if path.is_dir():
             self.names = frozenset(_walk(path))
             return
@@ -56,15 +58,14 @@ class Source:
 
 
 def _wanted(name: str) -> bool:
-    return name.endswith(".py") or name.endswith(".dist-info/METADATA")
+    return name.endswith((".py", ".dist-info/METADATA"))
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            path = os.path.relpath(os.path.join(folder, name), root)
-            if _wanted(path):
-                yield path
+    for path in root.rglob("*"):
+        name = path.relative_to(root).as_posix()
+        if _wanted(name) and path.is_file():
+            yield name
 
 
 @dataclass
@@ -96,8 +97,6 @@ def _bind(module: Module, statement: ast.stmt, weak: bool = False) -> None:
                 put(target.id, statement.value)
     elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
         put(statement.target.id, statement.value)
-    elif isinstance(statement, ast.TypeAlias) if hasattr(ast, "TypeAlias") else False:
-        put(statement.name.id, statement.value)  # type: ignore[attr-defined]
     elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
         put(statement.name, statement)
     elif isinstance(statement, ast.ImportFrom) and statement.module:
@@ -266,7 +265,7 @@ class Folder:
         return inner(node.args[0]) if node.args else None
 
     def literals(self, node: ast.AST, module: Module, depth: int = 0) -> list[Any] | None:
-        """All values of the Literal[...] parts of an annotation, through aliases and unions; None if there are none."""
+        """All values of an annotation's Literal[...] parts, through aliases and unions; None without any."""
         if depth > DEPTH_LIMIT:
             return None
         if isinstance(node, ast.Subscript):
