@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -51,6 +52,7 @@ COMMAND_LIMIT_S = 120
 BOOT_LIMIT_S = 300
 SSH_LIMIT_S = 60
 LOCK_LIMIT_S = 2400
+TERM_LIMIT_S = 10
 HEARTBEAT_S = 10
 STARTS_AT_ONCE = 4
 NODE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -300,14 +302,22 @@ def _long(argv: Sequence[str], what: str, limit: float, log: Path, say: Say) -> 
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, 15)
+    """Ends a process that was started in a session of its own, and its children; also one that sudo runs."""
+    _signal_group(process.pid, signal.SIGTERM)
     try:
-        process.wait(5)
+        process.wait(TERM_LIMIT_S)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, 9)
-        process.wait()
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait(TERM_LIMIT_S)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        _completed(_as_root(["kill", f"-{number.value}", "--", f"-{group}"]), 30)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,73 @@
+"""Which scenarios and stages run, in which order, and what their tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import stages
+from tests.molecule import run
+
+ALL = [
+    run.Scenario("engine_service", "default"),
+    run.Scenario("gateway", "default"),
+    run.Scenario("gateway", "tls"),
+]
+
+
+def test_every_scenario_of_every_role_is_found(tmp_path: Path) -> None:
+    for name in ("gateway/molecule/tls", "gateway/molecule/default", "engine_service/molecule/default"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "molecule.yml").write_text("---\n")
+    (tmp_path / "gateway/molecule/shared").mkdir()
+    assert run.find(tmp_path) == ALL
+
+
+@pytest.mark.parametrize(
+    ("words", "titles"),
+    [
+        ([], ["engine_service/default", "gateway/default", "gateway/tls"]),
+        (["gateway"], ["gateway/default", "gateway/tls"]),
+        (["gateway/tls", "engine_service"], ["engine_service/default", "gateway/tls"]),
+    ],
+)
+def test_scenarios_are_chosen_by_role_or_by_name(words: list[str], titles: list[str]) -> None:
+    assert [item.title for item in run.select(ALL, words)] == titles
+
+
+def test_a_misspelt_scenario_is_an_error_and_not_an_empty_run() -> None:
+    with pytest.raises(ValueError, match="gatewya"):
+        run.select(ALL, ["gateway", "gatewya"])
+
+
+def test_unknown_scenarios_run_first_then_the_longest() -> None:
+    seconds = {"engine_service/default": 20.0, "gateway/default": 40.0}
+    ordered = [item.title for item in run.longest_first(ALL, seconds)]
+    assert ordered == ["gateway/tls", "gateway/default", "engine_service/default"]
+
+
+def test_a_node_of_a_scenario_has_a_valid_host_name() -> None:
+    assert run.Scenario("engine_service", "no_space").node == "molecule-engine-service-no-space"
+
+
+def test_the_table_counts_stages_in_a_line_that_stands_alone() -> None:
+    outcomes = [stages.Outcome("lint", 0, 12.4), stages.Outcome("unit", 124, 900.0)]
+    lines = stages.table(outcomes, 912.4).splitlines()
+    assert lines[-1] == "stages: 1 passed, 1 failed"
+    assert [line.split() for line in lines[1:3]] == [
+        ["lint", "passed", "12", "s"],
+        ["unit", "FAILED", "900", "s"],
+    ]
+
+
+def test_a_command_over_its_limit_fails_and_keeps_what_it_said() -> None:
+    slow = stages.Command("slow", ("python", "-c", "import time; print('began'); time.sleep(60)"), 1.0)
+    outcome = stages.run(slow, keep=True)
+    assert outcome.code == 124
+    assert "began" in outcome.output
+    assert "over its limit of 1 s" in outcome.output
+
+
+def test_a_command_keeps_its_exit_code() -> None:
+    assert stages.run(stages.Command("three", ("python", "-c", "raise SystemExit(3)")), keep=True).code == 3
