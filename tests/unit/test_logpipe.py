@@ -1,0 +1,236 @@
+"""The log writer: not one line lost, doubled or torn, whatever happens between two lines."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bringup import ROOT
+from bringup.node import logpipe
+
+PROGRAM = ROOT / "bringup/node/logpipe.py"
+LIMIT_S = 60.0
+
+
+class Pipe:
+    """A running logpipe.py with its FIFO, as the socket unit gives it."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.fifo, self.folder = folder / "fifo", folder / "log"
+        self.folder.mkdir()
+        os.mkfifo(self.fifo)
+        self.options = {"size-bytes": 1 << 30, "age-s": 86400, "keep": 1000, **options}
+        # The socket unit holds the FIFO open while the service restarts.
+        self.held = os.open(self.fifo, os.O_RDWR | os.O_NONBLOCK)
+        self.environment = {**os.environ}
+        self.start()
+
+    def start(self) -> None:
+        words = [f"--{name}={value}" for name, value in self.options.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(self.folder), f"--fifo={self.fifo}", *words],
+            env=self.environment,
+        )
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+        assert self.process.wait(LIMIT_S) in (0, -number)
+
+    def current(self) -> int:
+        """Bytes in the file being written; 0 when there is none yet."""
+        link = self.folder / "engine.log"
+        return link.stat().st_size if link.exists() else 0
+
+    def lines(self) -> list[str]:
+        """All lines of all files, oldest file first."""
+        result: list[str] = []
+        for path in logpipe_files(self.folder):
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            result += data.decode().splitlines()
+        return result
+
+
+def logpipe_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if logpipe.NAME.match(path.name))
+
+
+def newest(folder: Path) -> int:
+    """The number of the newest file."""
+    return max((int(path.name.split("-")[1]) for path in logpipe_files(folder)), default=0)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    running = Pipe(tmp_path)
+    yield running
+    running.process.kill()
+    running.process.wait()
+    os.close(running.held)
+
+
+@pytest.fixture
+def asked() -> Iterator[logpipe.Asked]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
+    yield logpipe.Asked()
+    raised = signal.set_wakeup_fd(-1)
+    os.close(raised)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def wait_for(true: object, seconds: float = LIMIT_S) -> None:
+    until = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+
+
+def writer(fifo: Path, count: int, pause_s: float) -> subprocess.Popen[bytes]:
+    """A process that opens the log once and writes numbered lines, some of them in two halves."""
+    code = (
+        "import os,sys,time\n"
+        "out=os.open(sys.argv[1],os.O_WRONLY)\n"
+        "for n in range(int(sys.argv[2])):\n"
+        "    line=f'line {n} {\"x\"*(n%90)}\\n'.encode()\n"
+        "    os.write(out,line[:5]); os.write(out,line[5:])\n"
+        "    time.sleep(float(sys.argv[3]))\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(fifo), str(count), str(pause_s)])
+
+
+def numbers(lines: list[str]) -> list[int]:
+    return [int(line.split()[1]) for line in lines]
+
+
+def test_a_hundred_rotations_under_load_lose_and_double_no_line(pipe: Pipe) -> None:
+    count = 4000
+    load = writer(pipe.fifo, count, 0.002)
+    for _ in range(100):
+        wait_for(lambda: pipe.current() > 0)
+        before = newest(pipe.folder)
+        pipe.process.send_signal(signal.SIGHUP)
+        wait_for(lambda before=before: newest(pipe.folder) > before)
+    assert load.poll() is None, "the load must outlast the rotations"
+    assert load.wait(LIMIT_S) == 0
+    pipe.stop()
+    assert numbers(pipe.lines()) == list(range(count))
+    assert newest(pipe.folder) > 100
+
+
+def test_files_are_cut_by_size_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    pipe = Pipe(tmp_path, **{"size-bytes": 2000, "keep": 3})
+    assert writer(pipe.fifo, 600, 0.0).wait(LIMIT_S) == 0
+    pipe.stop()
+    os.close(pipe.held)
+    files = logpipe_files(pipe.folder)
+    assert len([path for path in files if path.suffix == ".gz"]) == 3
+    found = numbers(pipe.lines())
+    assert found == list(range(found[0], 600))
+
+
+def test_a_restart_of_the_log_service_loses_nothing(pipe: Pipe) -> None:
+    load = writer(pipe.fifo, 1500, 0.001)
+    for _ in range(3):
+        time.sleep(0.3)
+        pipe.stop()
+        time.sleep(0.2)
+        pipe.start()
+    assert load.wait(LIMIT_S) == 0
+    time.sleep(0.5)
+    pipe.stop()
+    assert numbers(pipe.lines()) == list(range(1500))
+
+
+def test_an_old_file_is_cut_by_its_age_when_something_is_in_it(tmp_path: Path) -> None:
+    log = logpipe.Log(tmp_path, size_bytes=1000, age_s=0.0, keep=5)
+    assert not log.due()
+    log.write(b"one\n")
+    assert log.due()
+    log.write(b"two\n")
+    log.close()
+    assert [
+        gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes() for path in log.files()
+    ] == [b"one\n", b"two\n"]
+
+
+def test_the_link_names_the_newest_file(tmp_path: Path) -> None:
+    log = logpipe.Log(tmp_path, 1000, 1000, 5)
+    log.write(b"one\n")
+    assert log.rotate()
+    log.write(b"two\n")
+    log.close()
+    assert (tmp_path / "engine.log").read_text() == "two\n"
+
+
+def test_a_line_without_its_end_is_never_cut_in_two_files(tmp_path: Path) -> None:
+    log = logpipe.Log(tmp_path, 10, 1000, 5)
+    log.write(b"a long beginning")
+    assert not log.rotate()
+    log.write(b" and its end\n")
+    assert log.rotate()
+    log.close()
+    packed = next(path for path in log.files() if path.suffix == ".gz")
+    assert gzip.decompress(packed.read_bytes()) == b"a long beginning and its end\n"
+
+
+def test_what_a_crash_left_half_done_is_finished_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "engine-000001-20260101T000000Z.log").write_bytes(b"one\n")
+    (tmp_path / "engine-000002-20260101T000001Z.log").write_bytes(b"two\n")
+    (tmp_path / "engine-000002-20260101T000001Z.log.gz").write_bytes(gzip.compress(b"two\n"))
+    (tmp_path / "engine-000003-20260101T000002Z.log.gz.part").write_bytes(b"half")
+    (tmp_path / "engine-000003-20260101T000002Z.log").write_bytes(b"three\n")
+    log = logpipe.Log(tmp_path, 1000, 1e12, 5)
+    log.close()
+    assert [path.name for path in log.files()] == [
+        "engine-000001-20260101T000000Z.log.gz",
+        "engine-000002-20260101T000001Z.log.gz",
+        "engine-000003-20260101T000002Z.log",
+    ]
+
+
+def test_a_full_disk_costs_counted_lines_and_never_the_writer() -> None:
+    class Full(logpipe.Log):
+        def __init__(self) -> None:
+            self.size, self.dropped, self.size_bytes, self.age_s, self.opened = 0, 0, 1000, 1e9, 0.0
+            self.ends_line, self.room, self.kept = True, False, b""
+
+        def _append(self, data: bytes) -> bool:
+            self.kept += data if self.room else b""
+            return self.room
+
+    log = Full()
+    log.write(b"one\ntwo\n")
+    log.write(b"three\n")
+    log.room = True
+    log.write(b"four\n")
+    assert log.kept == b"bringup: 3 lines were dropped, the log could not be written\nfour\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        (b"GET / Authorization: Bearer abcdefgh12345678\n", b"GET / Authorization: Bearer [secret]\n"),
+        (b"token hf_abcdefghijklmnopqrstuv used\n", b"token hf_[secret] used\n"),
+        (b"the key is correct horse battery\n", b"the key is [secret]\n"),
+        (b"nothing to hide: sk-8\n", b"nothing to hide: sk-8\n"),
+    ],
+)
+def test_secrets_never_reach_the_file(written: bytes, kept: bytes) -> None:
+    assert logpipe.redact(written, [b"correct horse battery"]) == kept
+
+
+def test_a_secret_that_comes_in_two_pieces_is_hidden_too(tmp_path: Path, asked: logpipe.Asked) -> None:
+    log = logpipe.Log(tmp_path, 1000, 1e9, 5)
+    pump = logpipe.Pump(0, log, [b"topsecretvalue"], asked)
+    pump.take(b"key=topsec")
+    pump.take(b"retvalue\n")
+    log.close()
+    assert (tmp_path / "engine.log").read_bytes() == b"key=[secret]\n"
