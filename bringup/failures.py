@@ -1,0 +1,315 @@
+"""Known failures: one YAML file a cause, its patterns compiled to one fast prefilter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from bringup import ROOT, entries, logtext
+from bringup.errors import Problem, UsageError
+
+FOLDER = ROOT / "catalog" / "failures"
+RUNBOOKS = ROOT / "playbooks" / "runbooks"
+
+Severity = Literal["error", "warning", "note"]
+Kind = Literal["root", "follow-up"]
+AREAS = (
+    "hardware",
+    "driver",
+    "fabric",
+    "system",
+    "container",
+    "network",
+    "environment",
+    "download",
+    "model",
+    "configuration",
+    "engine",
+)
+"""Where a cause lives, from the metal up: of two causes in one log the lower one is looked at first."""
+
+
+class Clause(entries.Entry):
+    """One way to see a cause: patterns that must all be there, others that must not, and the context."""
+
+    all: tuple[str, ...] = Field(default=(), description="regular expressions, each matched within one line")
+    line: str | None = Field(default=None, description="short for `all` with one pattern")
+    none: tuple[str, ...] = Field(default=(), description="a line that matches one of these rules it out")
+    within: int = Field(
+        default=0, ge=0, description="lines between the patterns; 0: anywhere in the evidence"
+    )
+    same: Literal["rank", "gpu", "source"] | None = None
+    times: int = Field(default=1, ge=1, description="matching lines needed")
+    engine: tuple[str, ...] = Field(default=(), description="only for these engines (unknown passes)")
+    versions: str = Field(default="", description="engine versions such as `>=0.5.13,<0.6` (unknown passes)")
+    when: dict[str, bool | str | int] = Field(default={}, description="facts; an unknown fact passes")
+    needs: dict[str, bool | str | int] = Field(default={}, description="facts that must be known to be so")
+    confidence: float = Field(default=0.9, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _has_pattern(self) -> Clause:
+        if not self.patterns:
+            raise ValueError("needs `line` or `all`")
+        return self
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns that must match, `line` first."""
+        return ((self.line,) if self.line else ()) + self.all
+
+    @field_validator("line", "all", "none")
+    @classmethod
+    def _usable(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for pattern in (value,) if isinstance(value, str) else value or ():
+            try:
+                logtext.anchors_of(pattern)
+            except re.error as error:
+                raise ValueError(f"not a regular expression: {error}: {pattern}") from None
+        return value
+
+
+class Failure(entries.Entry):
+    """One cause: how it shows, what it means, how to be sure, what to do."""
+
+    title: str
+    area: Literal[
+        "hardware",
+        "driver",
+        "fabric",
+        "system",
+        "container",
+        "network",
+        "environment",
+        "download",
+        "model",
+        "configuration",
+        "engine",
+    ]
+    kind: Kind = "root"
+    severity: Severity = "error"
+    match: tuple[Clause, ...]
+    benign: tuple[str, ...] = Field(default=(), description="look-alike lines that are not this cause")
+    explains: tuple[str, ...] = Field(default=(), description="causes that follow from this one")
+    meaning: str
+    check: str
+    remedy: str
+    runbook: str | None = None
+    preflight: str | None = Field(
+        default=None, description="what to check before a start so that it is not met"
+    )
+    samples: tuple[str, ...] = Field(min_length=1, description="texts in which the rule must find its cause")
+    sources: tuple[str, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One regular expression of some clause, compiled when its anchor is first seen."""
+
+    text: str
+    anchors: frozenset[str]
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.text, re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Library:
+    """All causes by name, all their patterns, and what finds candidate lines quickly."""
+
+    causes: Mapping[str, Failure]
+    patterns: Mapping[str, Pattern]
+    by_anchor: Mapping[bytes, tuple[Pattern, ...]] = field(repr=False)
+
+    @cached_property
+    def finder(self) -> Finder:
+        return Finder(tuple(self.by_anchor))
+
+
+class Finder:
+    """Where any of many lower-case texts occur in a chunk, overlapping ones too.
+
+    A chunk's distinct words are far fewer than its bytes, even when no two lines are alike: an anchor whose
+    words are not among them is not looked for. What remains is searched with bytes.find (4 GB/s).
+    """
+
+    def __init__(self, anchors: tuple[bytes, ...]) -> None:
+        self._anchors = [(index, anchor, _words(anchor)) for index, anchor in enumerate(anchors)]
+
+    def find(self, lowered: bytes) -> list[tuple[int, int]]:
+        """(start, index of the anchor) of each occurrence, in order of the starts."""
+        vocabulary = b" ".join(set(lowered.translate(_LETTERS).split()))
+        hits: list[tuple[int, int]] = []
+        for index, anchor, words in self._anchors:
+            if all(word in vocabulary for word in words):
+                start = lowered.find(anchor)
+                while start >= 0:
+                    hits.append((start, index))
+                    start = lowered.find(anchor, start + 1)
+        hits.sort()
+        return hits
+
+
+_LETTERS = bytes(code if 97 <= code <= 122 else 32 for code in range(256))
+
+
+def _words(anchor: bytes) -> tuple[bytes, ...]:
+    """The anchor's runs of letters, the longest and so rarest first."""
+    return tuple(sorted(anchor.translate(_LETTERS).split(), key=len, reverse=True))
+
+
+UNUSUAL = (
+    r"\b(?:error|fatal|critical|exception|panic(?:ked)?|segfault|segmentation fault|core dumped|aborted|"
+    r"traceback|killed|unable to|cannot|failed)\b"
+)
+"""Lines worth showing when no cause is known."""
+
+
+def library(folder: Path = FOLDER) -> Library:
+    """Every failure of the folder, compiled; the same object while no file has changed.
+
+    Raises UsageError with the problems of every file.
+    """
+    stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.yml")))
+    return _library(folder, stamp)
+
+
+@lru_cache(maxsize=4)
+def _library(folder: Path, stamp: tuple[tuple[str, int], ...]) -> Library:
+    return compile_library(load(folder))
+
+
+def load(folder: Path = FOLDER) -> dict[str, Failure]:
+    """Failures by cause (the file's name). Raises UsageError with every problem of every file."""
+    causes: dict[str, Failure] = {}
+    problems: list[Problem] = []
+    for path in sorted(folder.glob("*.yml")):
+        try:
+            causes[path.stem] = entries.build(Failure, entries.read_yaml(path, path.name), path.name)
+        except UsageError as error:
+            problems.extend(error.problems)
+    for cause, failure in causes.items():
+        problems.extend(
+            Problem(f"{cause}.yml: explains", f'names "{other}", which has no file')
+            for other in failure.explains
+            if other not in causes
+        )
+    if problems:
+        raise UsageError(problems)
+    return causes
+
+
+def compile_library(causes: Mapping[str, Failure]) -> Library:
+    """The library of these causes."""
+    patterns = {text: Pattern(text, logtext.anchors_of(text)) for text in _texts(causes.values())}
+    by_anchor: dict[bytes, list[Pattern]] = {}
+    for pattern in patterns.values():
+        for anchor in pattern.anchors:
+            by_anchor.setdefault(anchor.encode(), []).append(pattern)
+    return Library(causes, patterns, {key: tuple(value) for key, value in by_anchor.items()})
+
+
+def _texts(causes: Iterable[Failure]) -> list[str]:
+    """Every distinct pattern text."""
+    texts: dict[str, None] = {UNUSUAL: None}
+    for failure in causes:
+        texts.update(dict.fromkeys(failure.benign))
+        for clause in failure.match:
+            texts.update(dict.fromkeys([*clause.patterns, *clause.none]))
+    return list(texts)
+
+
+def in_range(version: str, wanted: str) -> bool:
+    """Whether an engine version such as `0.5.15.post1` satisfies `>=0.5.13,<0.6`."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version) in SpecifierSet(wanted, prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Path = FOLDER) -> Path:
+    """Write catalog/failures/<cause>.yml from lines of a log and the operator's answers.
+
+    `answers` has title, area, meaning, check, remedy, source. The pattern is made of the line's words with
+    its numbers, addresses and paths left open. Raises UsageError (bad name, exists, no usable pattern, or
+    another cause already says so) and then writes nothing.
+    """
+    path = folder / f"{cause}.yml"
+    problems = []
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", cause):
+        problems.append(Problem(cause, "is not a name", "Use small letters, digits and hyphens."))
+    elif path.exists():
+        problems.append(Problem(path.name, "exists", "Add the line to its samples and a pattern to it."))
+    missing = [
+        key for key in ("title", "area", "meaning", "check", "remedy", "source") if not answers.get(key)
+    ]
+    problems.extend(Problem(key, "needs an answer") for key in missing)
+    if not [line for line in lines if line.strip()]:
+        problems.append(Problem("lines", "none given", "Give at least one line of the log."))
+    if problems:
+        raise UsageError(problems)
+    entry = {
+        "title": answers["title"],
+        "area": answers["area"],
+        "kind": answers.get("kind") or "root",
+        "severity": answers.get("severity") or "error",
+        "match": [{"line": open_pattern(line)} for line in lines if line.strip()],
+        "meaning": answers["meaning"],
+        "check": answers["check"],
+        "remedy": answers["remedy"],
+        "samples": ["\n".join(line.strip() for line in lines if line.strip())],
+        "sources": [answers["source"]],
+    }
+    entries.build(Failure, entry, path.name)
+    _write(path, entry)
+    return path
+
+
+_OPEN = re.compile(
+    r"(?P<path>(?:/[\w.@+-]+){2,})|(?P<hex>\b0x[0-9a-fA-F]+\b|\b[0-9a-f]{8,}\b)|(?P<number>\d+(?:[.:]\d+)*)"
+)
+_PREFIX = re.compile(
+    r"^(?:\[[^\]]*\]\s*|\([^)]*\)\s*|[A-Z]+ +\d\d-\d\d [\d:.]+ +|\d{4}-\d\d-\d\d[ T][\d:.,+Z-]+\s*)+"
+)
+
+
+def open_pattern(line: str) -> str:
+    """A pattern of one log line: its words stay, numbers, addresses and paths are left open."""
+    text = _PREFIX.sub("", line.strip())[:400]
+    parts: list[str] = []
+    end = 0
+    for found in _OPEN.finditer(text):
+        parts.append(_fixed(text[end : found.start()]))
+        parts.append({"path": r"\S+", "hex": r"\w+", "number": r"[\d.:]+"}[str(found.lastgroup)])
+        end = found.end()
+    parts.append(_fixed(text[end:]))
+    return "".join(parts)
+
+
+def _fixed(text: str) -> str:
+    """Escaped, with any run of blanks matching any other; re.escape's needless escapes are left out."""
+    return re.sub(r"\s+", r"\\s+", re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", text))
+
+
+def _write(path: Path, entry: Mapping[str, object]) -> None:
+    """Beside, synced, renamed: never half a file."""
+    import os
+
+    import yaml
+
+    text = yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=100)
+    beside = path.with_suffix(".yml.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

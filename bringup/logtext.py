@@ -1,0 +1,239 @@
+"""Log text: what a regular expression must contain, and what a raw line says once it is unwrapped."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+sre: Any = importlib.import_module("re._constants")
+sre_parser: Any = importlib.import_module("re._parser")
+# The standard library has no public view of a parsed pattern; these two have been there since 3.11.
+
+MIN_ANCHOR = 3
+"""Letters: shorter fixed text is in every log and would make the prefilter useless."""
+
+MAX_LINE = 16_384
+"""Characters of one line that are looked at; usage texts and dumped configurations are longer."""
+
+COMMON = frozenset(
+    [
+        "error",
+        "failed",
+        "cuda",
+        "nccl",
+        "nvidia",
+        "driver",
+        "version",
+        "memory",
+        "device",
+        "kernel",
+        "model",
+        "cache",
+        "file",
+        "found",
+        "timeout",
+        "server",
+        "info",
+        "warn",
+        "warning",
+        "torch",
+        "rank",
+        "worker",
+        "vllm",
+        "sglang",
+        "python",
+        "not_found",
+        "timed",
+        "engine",
+        "process",
+        "unknown",
+        "load",
+        "loading",
+        "tokens",
+        "batch",
+        "start",
+        "exit",
+        "token",
+        "gpu0",
+        "health",
+        "request",
+        "http",
+    ]
+)
+"""Anchors that healthy logs are full of: another literal of the pattern is better."""
+
+_ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_JOURNAL_BYTES = re.compile(rb'"MESSAGE"\s*:\s*\[([0-9,\s]+)\]')
+_PATTERN_BREAKS = frozenset('"\\\n\r\t')
+_WORTHLESS_FIELDS = frozenset({"stream", "time", "timestamp", "ts", "level", "levelname"})
+
+_RANK = (
+    re.compile(r"\[rank\s?(\d+)\]|\bRank\s(\d+)\]"),
+    re.compile(r"\b((?:DP\d+ )?(?:PP\d+ )?TP\d+(?: EP\d+)?)\b"),
+    re.compile(r"\bWorker_((?:DP\d+_)?TP\d+(?:_EP\d+)?)\b|\brank=(\d+)\b"),
+    re.compile(r":\d+:\d+ \[(\d+)\] "),
+    re.compile(r"\bpid=(\d+)"),
+)
+_GPU = re.compile(
+    r"\b(?:PCI:)?((?:[0-9a-f]{4,8}:)[0-9a-f]{2}:[0-9a-f]{2})\b|\b(GPU-[0-9a-f]{8}-[0-9a-f-]+)|\bGPU\s?#?(\d{1,2})\b",
+    re.I,
+)
+
+
+def strip_ansi(chunk: bytes) -> bytes:
+    """The chunk without terminal colours, titles and cursor movements."""
+    return _ANSI.sub(b"", chunk) if b"\x1b" in chunk else chunk
+
+
+def decode_journal_bytes(chunk: bytes) -> bytes:
+    """journalctl's JSON writes a message with colours as a list of numbers; this makes text of it."""
+    if b'"MESSAGE"' not in chunk:
+        return chunk
+    return _JOURNAL_BYTES.sub(_journal_text, chunk)
+
+
+def _journal_text(match: re.Match[bytes]) -> bytes:
+    numbers = [int(item) for item in match.group(1).split(b",") if item.strip()]
+    text = strip_ansi(bytes(number & 255 for number in numbers)).decode("utf-8", "replace")
+    return b'"MESSAGE":' + json.dumps(text, ensure_ascii=False).encode()
+
+
+def records(raw: bytes) -> Iterator[str]:
+    """The messages in one physical line: plain text, a JSON object's strings, or escaped line breaks."""
+    text = raw.decode("utf-8", "replace").strip()
+    if text.startswith("{") and text.endswith("}"):
+        parsed = _json(text)
+        if parsed is not None:
+            for string in _strings(parsed):
+                yield from _lines(string)
+            return
+    if "\\n" in text or '\\"' in text:
+        text = text.replace('\\"', '"').replace("\\n", "\n")
+        yield from _lines(text)
+        return
+    yield text[:MAX_LINE]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if line.strip():
+            yield line.strip()[:MAX_LINE]
+
+
+def _strings(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, str):
+        if key not in _WORTHLESS_FIELDS:
+            yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _strings(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item, key)
+
+
+def rank_of(line: str) -> str | None:
+    """Which process of a server wrote the line (`3`, `TP3`, `TP7_EP7`), or None when it does not say."""
+    for pattern in _RANK:
+        found = pattern.search(line)
+        if found:
+            return next(group for group in found.groups() if group)
+    return None
+
+
+def gpu_of(line: str) -> str | None:
+    """The GPU a line speaks of: PCI address, UUID or index, in lower case."""
+    found = _GPU.search(line)
+    return next(group for group in found.groups() if group).lower() if found else None
+
+
+def anchors_of(pattern: str) -> frozenset[str]:
+    """Lower-case texts of which at least one is in every line the pattern matches.
+
+    Raises ValueError when the pattern has no fixed text of MIN_ANCHOR characters, re.error when it is
+    not a regular expression. The patterns are matched without regard to case, hence lower case.
+    """
+    best = _required(sre_parser.parse(pattern, re.IGNORECASE | re.ASCII))
+    if best is None:
+        raise ValueError(f"has no fixed text of {MIN_ANCHOR} characters in every alternative: {pattern}")
+    return best
+
+
+def _required(tree: Iterable[Any]) -> frozenset[str] | None:
+    """The best set of texts one of which the parsed sequence must contain, or None."""
+    found: list[frozenset[str]] = []
+    run: list[str] = []
+
+    def close() -> None:
+        for piece in _pieces("".join(run)):
+            found.append(frozenset({piece}))
+        run.clear()
+
+    def walk(nodes: Iterable[Any]) -> None:
+        for op, value in nodes:
+            if op is sre.LITERAL and value < 128:
+                run.append(chr(value).lower())
+            elif op is sre.SUBPATTERN:
+                walk(value[3])
+            elif op is sre.AT:
+                continue
+            elif op is sre.BRANCH:
+                close()
+                _add(found, _branches(value[1]))
+            elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT) and value[0] >= 1:
+                close()
+                _add(found, _required(value[2]))
+            elif op is sre.ATOMIC_GROUP:
+                close()
+                _add(found, _required(value))
+            elif op not in (sre.ASSERT, sre.ASSERT_NOT):
+                close()
+
+    walk(tree)
+    close()
+    return max(found, key=_worth, default=None)
+
+
+def _add(found: list[frozenset[str]], more: frozenset[str] | None) -> None:
+    if more is not None:
+        found.append(more)
+
+
+def _branches(branches: Iterable[Any]) -> frozenset[str] | None:
+    """The union of what each branch requires, or None when one branch requires nothing."""
+    union: frozenset[str] = frozenset()
+    for branch in branches:
+        required = _required(branch)
+        if required is None:
+            return None
+        union |= required
+    return union
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Runs of the text that JSON and shells do not escape."""
+    piece: list[str] = []
+    for letter in [*text, "\n"]:
+        if letter in _PATTERN_BREAKS:
+            joined = "".join(piece)
+            if len(joined.strip()) >= MIN_ANCHOR:
+                yield joined
+            piece.clear()
+        else:
+            piece.append(letter)
+
+
+def _worth(texts: frozenset[str]) -> tuple[float, int]:
+    """A set is as good as its worst member; long and uncommon is good, few is better."""
+    worst = min((4.0 if text.strip(" :=.'_-[]()") in COMMON else min(len(text), 16)) for text in texts)
+    return worst, -len(texts)
