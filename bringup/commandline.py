@@ -6,11 +6,12 @@ steps of its `Program` where that is decided; nothing else of it is touched.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from invoke import exceptions
@@ -47,12 +48,70 @@ def show(error: BringupError) -> None:
 
 def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     def parse_tasks(self: Program) -> None:
+        self.core.unparsed = joined(self.core.unparsed, set(_task_names(self)))
+        _refuse_unknown_flags(self)
         try:
-            inner(self)
+            try:
+                inner(self)
+            except exceptions.ParseError as error:
+                given = _left_out(self, error)
+                if not given:
+                    raise
+                self.core.unparsed = [*self.core.unparsed, *given]
+                inner(self)
         except exceptions.ParseError as error:
             raise exceptions.Exit(_message(self, error), code=int(Exit.USAGE)) from None
+        except ValueError as error:
+            value = str(error).rpartition(":")[2].strip()
+            raise exceptions.Exit(f"{value} should be a number", code=int(Exit.USAGE)) from None
 
     return parse_tasks
+
+
+def _refuse_unknown_flags(program: Program) -> None:
+    """invoke takes an unknown flag for a positional argument's value; here it is an unknown flag."""
+    words = program.core.unparsed
+    context = next(
+        (one for one in program.collection.to_contexts() if words and words[0] in _all_names(one)), None
+    )
+    if context is None:
+        return
+    flags = {**program.initial_context.flags, **context.flags, **dict.fromkeys(context.inverse_flags)}
+    expecting = False
+    for word in words[1:]:
+        if expecting:
+            expecting = False
+            continue
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and name not in flags:
+            hint = did_you_mean(name, [flag for flag in flags if flag.startswith("--")])
+            text = f"{words[0]}: unknown flag {name}. {hint}".rstrip()
+            raise exceptions.Exit(f"{text}\nSee: invoke --help {words[0]}", code=int(Exit.USAGE))
+        argument = flags.get(name)
+        expecting = argument is not None and argument.takes_value and not equals
+
+
+def _all_names(context: Any) -> set[str]:
+    return {context.name, *context.aliases}
+
+
+def joined(words: Sequence[str], tasks: set[str]) -> list[str]:
+    """`history show X` as invoke wants it, `history.show X`, when there is such a task."""
+    if len(words) > 1 and f"{words[0]}.{words[1]}" in tasks:
+        return [f"{words[0]}.{words[1]}", *words[2:]]
+    return list(words)
+
+
+def _left_out(program: Program, error: exceptions.ParseError) -> list[str]:
+    """Empty values for positional arguments that have a default; invoke knows only required ones."""
+    context: Any = error.context
+    if "did not receive required positional arguments" not in str(error) or context is None:
+        return []
+    names = inspect.signature(program.collection[context.name].body).parameters
+    missing = [argument.name for argument in context.missing_positional_args]
+    if any(names[name.replace("-", "_")].default is inspect.Parameter.empty for name in missing):
+        return []
+    return [f"--{name}=" for name in missing]
 
 
 def _executing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
@@ -95,9 +154,14 @@ def _message(program: Program, error: exceptions.ParseError) -> str:
     context: Any = error.context
     command = getattr(context, "name", None)
     match = _UNKNOWN.search(text)
+    missing = re.search(r"'(.+)' did not receive required positional arguments: (.+)", text)
+    if missing is not None:
+        names = missing[2].replace("'", "")
+        return f"{missing[1]}: missing {names}\nSee: invoke --help {missing[1]}"
     if match is None:
-        said = text.replace("'--", "--").replace("' needed", " needed")
-        return f"{said}\nSee: invoke --help {command}" if command else said
+        flag = re.search(r"<Argument: ([\w-]+)", text)
+        said = f"--{flag[1]} needs a value" if flag and "needed value" in text else text
+        return f"{command}: {said}\nSee: invoke --help {command}" if command else said
     token = match["token"]
     tasks = _task_names(program)
     if token.startswith("-"):

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,24 +115,31 @@ def hosts_of(inventory: str, names: Iterable[str]) -> list[Host]:
     return [_host(name, variables[name]) for name in names]
 
 
+def groups_of(inventory: str) -> dict[str, tuple[str, ...]]:
+    """Every host of an inventory and its groups (without `all` and `ungrouped`), in inventory order."""
+    manager, _ = _manager(folder_of(inventory))
+    return {
+        host.name: tuple(g.name for g in host.get_groups() if g.name not in ("all", "ungrouped"))
+        for host in manager.get_hosts()
+    }
+
+
+def one_host(inventory: str, pattern: str) -> Host:
+    """The one host that a pattern picks. Raises UsageError when it picks more."""
+    names = matching(groups_of(inventory), pattern)
+    if len(names) > 1:
+        raise UsageError(
+            Problem("--limit", f'"{pattern}" picks {len(names)} hosts ({", ".join(names[:5])}), not one')
+        )
+    return hosts_of(inventory, names)[0]
+
+
 def _variables(folder: Path) -> dict[str, dict[str, Any]]:
     """Every host's connection variables, templated."""
-    config = ROOT / "ansible.cfg"
-    if config.is_file():
-        os.environ.setdefault("ANSIBLE_CONFIG", str(config))
-    from ansible.inventory.manager import InventoryManager
-    from ansible.parsing.dataloader import DataLoader
     from ansible.template import Templar
     from ansible.vars.manager import VariableManager
 
-    loader = DataLoader()
-    loader.set_basedir(str(ROOT))
-    files = [
-        str(path)
-        for name in ("hosts.yml", "hosts.yaml", "hosts.ini", "hosts")
-        if (path := folder / name).is_file()
-    ]
-    manager = InventoryManager(loader=loader, sources=files)
+    manager, loader = _manager(folder)
     reader = VariableManager(loader=loader, inventory=manager)
     result: dict[str, dict[str, Any]] = {}
     for host in manager.get_hosts():
@@ -140,6 +148,24 @@ def _variables(folder: Path) -> dict[str, dict[str, Any]]:
         wanted = {key: value for key, value in known.items() if key.startswith("ansible_") and key in _WANTED}
         result[host.name] = {key: templar.template(value) for key, value in wanted.items()}
     return result
+
+
+@cache
+def _manager(folder: Path) -> tuple[Any, Any]:
+    """Ansible's inventory of the folder's host files, and the loader that read them."""
+    config = ROOT / "ansible.cfg"
+    if config.is_file():
+        os.environ.setdefault("ANSIBLE_CONFIG", str(config))
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+
+    loader = DataLoader()
+    loader.set_basedir(str(ROOT))
+    names = ("hosts.yml", "hosts.yaml", "hosts.ini", "hosts")
+    files = [str(folder / name) for name in names if (folder / name).is_file()]
+    if not files:
+        raise UsageError(Problem(str(folder), "has no hosts.yml"))
+    return InventoryManager(loader=loader, sources=files), loader
 
 
 _WANTED = frozenset(

@@ -34,6 +34,8 @@ PLAYBOOKS = ROOT / "playbooks"
 JOB_LIMIT_S = 24 * 3600
 """A whole run; first runs copy hundreds of GiB, and every step inside has its own, shorter limit."""
 
+PROMPT = "Say hello in one sentence."
+PROMPT_TOKENS = 24
 TICK_S = 0.2
 STOP_GRACE_S = 10.0
 """After Ctrl-C: time for Ansible to end its workers before they are killed."""
@@ -41,6 +43,10 @@ STOP_GRACE_S = 10.0
 JOIN_LIMIT_S = 15.0
 OUTPUT_LINES_KEPT = 400
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+After = Callable[[Plan, events.Outcome, str], tuple[Mapping[str, Any], ...]]
+"""What is asked when a run succeeded: (plan, outcome, inventory as the operator named it) -> answers."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def run(
     playbook: str,
     inventory: str,
     *,
+    name: str | None = None,
     limit: str | None = None,
     tags: str | None = None,
     skip_tags: str | None = None,
@@ -81,12 +88,13 @@ def run(
     extra: Mapping[str, Any] | None = None,
     force_unlock: bool = False,
     view: progress.Progress | None = None,
-    after: Callable[[Plan, events.Outcome], tuple[Mapping[str, Any], ...]] | None = None,
+    after: After | None = None,
 ) -> runs.RunRecord:
     """Runs `playbooks/<playbook>.yml` on an inventory and gives its finished record.
 
-    `after` is called when everything succeeded and gives what servers answered, for the record.
-    Raises UsageError with every problem of intent or catalog (before any node is contacted) and Locked.
+    `name` is how the run is called (default: the playbook). `after` is called when everything succeeded and
+    gives what servers answered, for the record. Raises UsageError with every problem of intent or catalog
+    (before any node is contacted) and Locked.
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
@@ -94,7 +102,7 @@ def run(
     plan = resolve(inventory)
     check_limit(plan, limit)
     job = Job(path, folder, limit, tags, skip_tags, check, dict(extra or {}))
-    name = playbook.removeprefix("runbooks/")
+    name = name or playbook.removeprefix("runbooks/")
     arguments = {
         "playbook": playbook,
         "inventory": inventory,
@@ -121,7 +129,7 @@ def _recorded(
     plan: Plan,
     seen: progress.Progress,
     caught: Caught,
-    after: Callable[[Plan, events.Outcome], tuple[Mapping[str, Any], ...]] | None,
+    after: After | None,
 ) -> runs.RunRecord:
     """Prepares and plays; whatever happens, the record is finished."""
     outcome, code, more = events.Outcome(), Exit.INTERNAL, dict[str, Any]()
@@ -133,7 +141,8 @@ def _recorded(
         if code is Exit.INTERNAL and not outcome.errors:
             more["errors"] = tuple(played.output[-20:])
         if code is Exit.DONE and after is not None and not job.check:
-            more["answers"] = after(plan, outcome)
+            with progress.waiting("asking the servers for a completion", seen):
+                more["answers"] = after(plan, outcome, str(record.arguments["inventory"]))
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
     except Exception as error:
@@ -148,6 +157,22 @@ def _recorded(
 
 def _with_errors(outcome: events.Outcome, errors: tuple[str, ...]) -> events.Outcome:
     return dataclasses.replace(outcome, errors=(*outcome.errors, *errors))
+
+
+def ask_servers(plan: Plan, outcome: events.Outcome, inventory: str) -> tuple[Mapping[str, Any], ...]:
+    """A real completion from each server of the hosts that were played, for the end of the report."""
+    from bringup import looking, remote
+
+    hosts = [host for host in plan.hosts if host.name in outcome.hosts and host.services]
+    reached = fleet.hosts_of(inventory, [host.name for host in hosts])
+    chosen = [
+        looking.Target(host, tuple(service.name for service in planned.services))
+        for host, planned in zip(reached, hosts, strict=True)
+    ]
+    try:
+        return tuple(looking.ask(chosen, PROMPT, PROMPT_TOKENS))
+    finally:
+        remote.close_all()
 
 
 def playbook_path(name: str) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bringup import runs
-from bringup.errors import Exit
+from bringup.errors import Exit, Problem
 from bringup.events import HostOutcome
 from bringup.progress import elapsed
 from bringup.runs import RunRecord
@@ -206,6 +206,201 @@ def table(out: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -
     for row in rows:
         shown.add_row(*(value if isinstance(value, Text) else Text(str(value)) for value in row))
     out.print(shown)
+
+
+def show_findings(record: RunRecord, *, as_json: bool = False) -> None:
+    """What preflight found, host by host, errors first."""
+    if as_json:
+        print_json(runs.to_data(record))
+        return
+    out = console()
+    order = {"error": 0, "warning": 1, "note": 2}
+    rows = sorted(
+        record.findings, key=lambda found: (str(found.get("host")), order.get(str(found.get("severity")), 3))
+    )
+    if rows:
+        names = ("host", "severity", "code", "what", "evidence", "remedy")
+        table(out, names, [[found.get(name, "") for name in names] for found in rows])
+    if record.exit_code not in (Exit.DONE, Exit.REFUSED):
+        show(record, out, with_diffs=False)
+        return
+    out.print(summary(record), style=STYLES.get(record.status, "bold"), markup=False)
+
+
+def show_status(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
+    """One row a server."""
+    if as_json:
+        print_json({"services": list(rows)})
+    elif not rows:
+        print("No services are planned on these hosts.", file=sys.stderr)
+    else:
+        console().print(status_table(rows))
+
+
+def status_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The table of `invoke status`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, padding=(0, 2), header_style="bold")
+    columns = (
+        "host",
+        "service",
+        "unit",
+        "answers",
+        "model",
+        "up",
+        "crashes",
+        "last restart",
+        "next restart",
+        "log",
+    )
+    for column in columns:
+        shown.add_column(column)
+    for row in rows:
+        up = row.get("uptime_s")
+        shown.add_row(
+            Text(str(row["host"])),
+            Text(str(row["service"])),
+            Text(str(row["state"]), "green" if row["state"] == "active" else "red"),
+            Text("yes", "green") if row["healthy"] else Text("no", "red"),
+            Text(str(row.get("model") or "-")),
+            "-" if up is None else elapsed(float(up)),
+            str(row.get("crashes", "-")),
+            _minute(row.get("last_restart")),
+            _minute(row.get("next_restart")),
+            size(int(row.get("log_bytes") or 0)),
+        )
+        if row.get("why"):
+            shown.add_row("", Text(str(row["why"]), "red"))
+    return shown
+
+
+def _minute(moment: Any) -> str:
+    return str(moment)[:16].replace("T", " ") if moment else "-"
+
+
+def size(count: int) -> str:
+    """Bytes for people: `0 B`, `12 KiB`, `3.4 GiB`."""
+    amount, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if amount < 1024 or unit == units[-1]:
+            return f"{amount:.0f} {unit}" if unit in ("B", "KiB") or amount >= 100 else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{count} B"
+
+
+def watch_status(states: Iterable[Sequence[Mapping[str, Any]]], title: str) -> None:
+    """The status table, redrawn on a terminal and printed again elsewhere, until Ctrl-C."""
+    from datetime import datetime
+
+    out = console()
+    if not out.is_terminal:
+        for rows in states:
+            out.print(f"{title}  {datetime.now():%H:%M:%S}")
+            out.print(status_table(rows))
+        return
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(console=out, auto_refresh=False, screen=False) as live:
+        for rows in states:
+            head = f"{title}  {datetime.now():%H:%M:%S}  (Ctrl-C ends)"
+            live.update(Group(head, status_table(rows)), refresh=True)
+
+
+def show_answers(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
+    """The completions, one line each."""
+    if as_json:
+        print_json({"answers": list(rows)})
+        return
+    out = console()
+    for row in rows:
+        out.print(answer_line(row), style="red" if row.get("error") else "", markup=False)
+
+
+def show_logs(found: Iterable[tuple[str, str, str]], *, as_json: bool = False) -> Exit:
+    """Log lines with host and service before each, as they come; FAILED when a host gave none."""
+    code, kept = Exit.DONE, []
+    for host, service, line in found:
+        if service == "!":
+            code = Exit.FAILED
+            print(f"{host}: {line}", file=sys.stderr)
+        elif as_json:
+            kept.append({"host": host, "service": service, "line": line})
+        else:
+            print(f"{host} {service} | {line}", flush=True)
+    if as_json:
+        print_json({"lines": kept})
+    return code
+
+
+def show_crashes(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:
+    """Each service's last failure with its causes, where they are known; FAILED when a host was not
+    reached.
+    """
+    from bringup import diagnose
+
+    code = Exit.DONE
+    told = []
+    for row in rows:
+        lost = row.get("state") == "unreachable" or bool(row.get("error"))
+        code = Exit.FAILED if lost else code
+        found = diagnose.of_sources({"journal": "\n".join(row["journal"]), "log": "\n".join(row["log"])})
+        told.append({**row, "causes": found.as_json()["findings"]})
+        if not as_json:
+            _show_crash(row, found)
+    if as_json:
+        print_json({"services": told})
+    return code
+
+
+def _show_crash(row: Mapping[str, Any], found: Any) -> None:
+    from datetime import UTC, datetime
+
+    from bringup import diagnose
+
+    out = console()
+    name = f"{row['host']}  {row['service']}"
+    if row.get("error") or row.get("why"):
+        out.print(f"{name}: {row.get('error') or row.get('why')}", style="red", markup=False)
+    elif not row["when"]:
+        out.print(f"{name}: the journal knows no failure", style="green", markup=False)
+    else:
+        when = datetime.fromtimestamp(row["when"], UTC)
+        out.print(f"{name}: failed at {when:%Y-%m-%d %H:%M:%S} UTC", style="bold red", markup=False)
+        for line in (*row["log"], *row["journal"]):
+            out.print(f"    {line}", markup=False)
+        diagnose.show(found, out)
+
+
+def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:
+    """What a command said, hosts that said the same together; FAILED when it failed somewhere."""
+    from bringup import looking
+
+    if as_json:
+        print_json({"hosts": {row["host"]: dict(row) for row in rows}})
+    else:
+        out = console()
+        for hosts, row in looking.grouped(rows):
+            ended = "" if row["code"] == 0 else f"  (exit {row['code']})"
+            out.print(f"{', '.join(hosts)}{ended}", style="bold" if not ended else "bold red", markup=False)
+            for line in (row["out"] + row["err"]).splitlines():
+                out.print(f"    {line}", markup=False)
+    codes = {row["code"] for row in rows}
+    return Exit.UNREACHABLE if 255 in codes else Exit.DONE if codes <= {0} else Exit.FAILED
+
+
+def show_chain(problems: Sequence[Problem], count: int, *, as_json: bool = False) -> Exit:
+    """Whether the chain of records holds; FAILED when it does not."""
+    if as_json:
+        print_json({"runs": count, "problems": [str(problem) for problem in problems]})
+    else:
+        for problem in problems:
+            print(problem)
+        if not problems:
+            print(f"The chain holds: {count} runs.")
+    return Exit.FAILED if problems else Exit.DONE
 
 
 def show_history(records: Sequence[RunRecord], *, as_json: bool = False) -> None:

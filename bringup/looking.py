@@ -1,0 +1,262 @@
+"""Status, answers and logs of an inventory's servers: one SSH round trip a host, in parallel (I/O)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bringup import ROOT, fleet, remote
+from bringup.errors import BringupError, Exit, HostUnreachable, Problem, UsageError, unknown
+from bringup.fleet import Host
+
+PROBE_LIMIT_S = 15.0
+ASK_LIMIT_S = 120.0
+MARGIN_S = 20.0
+"""Beyond a request's own limit: connecting, starting Python on a busy node."""
+
+WATCH_EVERY_S = 5.0
+LOG_FOLDER = "/var/log/bringup"
+FOLLOW_LIMIT_S = 24 * 3600
+AS_ROOT = 'if [ "$(id -u)" = 0 ]; then exec {0}; else exec sudo -n {0}; fi'
+
+
+@dataclass(frozen=True)
+class Target:
+    """A host and the services that its plan has (None: the plan is not known; whatever is on the node)."""
+
+    host: Host
+    services: tuple[str, ...] | None
+
+
+def targets(inventory: str, limit: str | None = None, service: str | None = None) -> list[Target]:
+    """The hosts that `limit` picks, with their planned services (only `service` when it is given).
+
+    A wrong intent does not stop the looking: then it is said on stderr, and what the nodes have is shown.
+    """
+    groups = fleet.groups_of(inventory)
+    names = fleet.matching(groups, limit)
+    hosts = fleet.hosts_of(inventory, names)
+    planned = _planned(inventory)
+    known = sorted({one for services in planned.values() for one in services})
+    if service and planned and service not in known:
+        raise UsageError(Problem("--service", *unknown("service", service, known)))
+    result = []
+    for host in hosts:
+        services = planned.get(host.name)
+        if service:
+            services = (service,) if services is None or service in services else ()
+        if services != ():
+            result.append(Target(host, services))
+    return result
+
+
+def _planned(inventory: str) -> dict[str, tuple[str, ...]]:
+    from bringup import plan
+
+    try:
+        resolved = plan.load(inventory)
+    except BringupError as error:
+        print(f"The plan is wrong, so what is on the nodes is shown:\n{error}", file=sys.stderr)
+        return {}
+    return {host.name: tuple(service.name for service in host.services) for host in resolved.hosts}
+
+
+def status(chosen: Sequence[Target]) -> list[dict[str, Any]]:
+    """One row a service: host, service, state, healthy, model, uptime_s, last_restart, next_restart, why,
+    ...
+    """
+    return _rows(chosen, {"what": "status", "limit_s": PROBE_LIMIT_S}, PROBE_LIMIT_S + MARGIN_S)
+
+
+def ask(
+    chosen: Sequence[Target], prompt: str, tokens: int, limit_s: float = ASK_LIMIT_S
+) -> list[dict[str, Any]]:
+    """One chat completion from each service, asked on the node itself: text, tokens, seconds, address or
+    error.
+    """
+    request = {"what": "ask", "prompt": prompt, "tokens": tokens, "limit_s": limit_s}
+    return [_addressed(row, chosen) for row in _rows(chosen, request, limit_s + MARGIN_S)]
+
+
+def crashes(chosen: Sequence[Target], lines: int) -> list[dict[str, Any]]:
+    """The last failure of each service: when (epoch seconds), the journal around it, the log before it."""
+    return _rows(chosen, {"what": "crash", "lines": lines}, 2 * MARGIN_S)
+
+
+def _rows(chosen: Sequence[Target], request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
+    """Runs the node's look program on every host; a host that cannot be reached is a row with `state`
+    unreachable.
+    """
+    by_name = {target.host.name: target for target in chosen}
+
+    def look(host: Host) -> list[dict[str, Any]]:
+        services = by_name[host.name].services
+        return _look(host, {**request, "services": list(services) if services else None}, limit_s)
+
+    rows: list[dict[str, Any]] = []
+    for target, found in zip(chosen, fleet.each([t.host for t in chosen], look), strict=True):
+        if isinstance(found, Exception):
+            why = found.problems[0].what if isinstance(found, BringupError) else str(found)
+            rows += [_unreached(target.host.name, name, why) for name in target.services or ("?",)]
+        else:
+            rows += [{"host": target.host.name, **row} for row in found]
+    return rows
+
+
+def _unreached(host: str, service: str, why: str) -> dict[str, Any]:
+    return {
+        "host": host,
+        "service": service,
+        "state": "unreachable",
+        "healthy": False,
+        "why": why,
+        "error": why,
+        "text": "",
+        "tokens": 0,
+        "seconds": 0.0,
+        "model": "",
+        "journal": [],
+        "log": [],
+        "when": 0.0,
+    }
+
+
+def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
+    ran = remote.run(host, AS_ROOT.format("python3 -I -"), stdin=script(request), limit_s=limit_s)
+    try:
+        rows: list[dict[str, Any]] = json.loads(ran.out)["services"]
+    except (ValueError, KeyError, TypeError):
+        said = (ran.err or ran.out).strip().splitlines()
+        raise HostUnreachable(
+            Problem(host.name, f"looking failed (exit {ran.code}): {said[-1] if said else 'no output'}")
+        ) from None
+    return rows
+
+
+def script(request: Mapping[str, Any]) -> str:
+    """One Python program that needs nothing on the node: the two modules, and the request as data."""
+    folder = ROOT / "bringup" / "node"
+    parts = ["import sys, types, json"]
+    for name in ("common", "look"):
+        source = (folder / f"{name}.py").read_text(encoding="utf-8")
+        parts.append(
+            f"for name in ('bringup', 'bringup.node', 'bringup.node.{name}'):\n"
+            f"    sys.modules.setdefault(name, types.ModuleType(name))\n"
+            f"sys.modules['bringup'].node = sys.modules['bringup.node']\n"
+            f"sys.modules['bringup.node'].{name} = sys.modules['bringup.node.{name}']\n"
+            f"exec(compile({source!r}, '{name}.py', 'exec'), sys.modules['bringup.node.{name}'].__dict__)"
+        )
+    parts.append(f"sys.modules['bringup.node.look'].main(json.loads({json.dumps(dict(request))!r}))\n")
+    return "\n".join(parts)
+
+
+def _addressed(row: dict[str, Any], chosen: Sequence[Target]) -> dict[str, Any]:
+    """The row with the address that a client uses: the node's, or the node's own loopback."""
+    host = next(target.host for target in chosen if target.host.name == row["host"])
+    inside = str(row.get("address", ""))
+    loopback = inside.startswith("127.") or inside in ("::1", "localhost", "")
+    at = inside if loopback else host.address
+    return {**row, "address": f"http://{at}:{row.get('port', '?')}/v1", "loopback": loopback}
+
+
+def exit_of(rows: Sequence[Mapping[str, Any]]) -> Exit:
+    """UNREACHABLE when a host was not reached, else FAILED when a service is not healthy, else DONE."""
+    if any(row["state"] == "unreachable" for row in rows):
+        return Exit.UNREACHABLE
+    return Exit.DONE if rows and all(row["healthy"] for row in rows) else Exit.FAILED
+
+
+def answers_exit(rows: Sequence[Mapping[str, Any]]) -> Exit:
+    """DONE when every service answered with at least one token."""
+    if any(row.get("state") == "unreachable" for row in rows):
+        return Exit.UNREACHABLE
+    return Exit.DONE if rows and all(row["tokens"] > 0 for row in rows) else Exit.FAILED
+
+
+def log_command(service: str, lines: int, *, follow: bool) -> str:
+    """The shell command that prints a service's log: the newest file behind the link, followed through
+    rotations.
+    """
+    path = shlex.quote(f"{LOG_FOLDER}/{service}/engine.log")
+    return AS_ROOT.format(f"tail -n {lines} {'-F ' if follow else ''}{path}")
+
+
+def logs(chosen: Sequence[Target], lines: int, *, follow: bool = False) -> Iterator[tuple[str, str, str]]:
+    """(host, service, line) of each service's log: the last `lines`, and with `follow` what comes, until
+    interrupted.
+
+    A host that cannot be reached gives one line that says so, from the service called `!`.
+    """
+    import queue
+
+    inbox: queue.SimpleQueue[tuple[str, str, str] | None] = queue.SimpleQueue()
+    jobs = [(target.host, service) for target in chosen for service in target.services or ()]
+
+    def read(host: Host, service: str) -> None:
+        kept = ""
+
+        def take(text: str) -> None:
+            nonlocal kept
+            *whole, kept = (kept + text).split("\n")
+            for line in whole:
+                inbox.put((host.name, service, line))
+
+        try:
+            limit = FOLLOW_LIMIT_S if follow else remote.COMMAND_LIMIT_S
+            ran = remote.run(host, log_command(service, lines, follow=follow), limit_s=limit, on_output=take)
+            if kept:
+                inbox.put((host.name, service, kept))
+            if ran.code:
+                inbox.put((host.name, "!", ran.err.strip()))
+        except BringupError as error:
+            inbox.put((host.name, "!", error.problems[0].what))
+        finally:
+            inbox.put(None)
+
+    for host, service in jobs:
+        threading.Thread(target=read, args=(host, service), daemon=True).start()
+    left = len(jobs)
+    while left:
+        item = inbox.get()
+        if item is None:
+            left -= 1
+        else:
+            yield item
+
+
+def execute(hosts: Sequence[Host], command: str, at_once: int, limit_s: float) -> list[dict[str, Any]]:
+    """A shell command on every host: rows of host, code, out, err; code 255 for a host that was not
+    reached.
+    """
+    rows = []
+    for host, ran in zip(
+        hosts, fleet.each(hosts, lambda h: remote.run(h, command, limit_s=limit_s), at_once), strict=True
+    ):
+        if isinstance(ran, Exception):
+            why = ran.problems[0].what if isinstance(ran, BringupError) else str(ran)
+            rows.append({"host": host.name, "code": 255, "out": "", "err": why})
+        else:
+            rows.append({"host": host.name, "code": ran.code, "out": ran.out, "err": ran.err})
+    return rows
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[str, Any]]]:
+    """Hosts that said exactly the same, together, in the order in which they first appear."""
+    groups: dict[tuple[int, str, str], tuple[list[str], Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["code"], row["out"], row["err"]), ([], row))[0].append(row["host"])
+    return list(groups.values())
+
+
+def watch(chosen: Sequence[Target]) -> Iterator[list[dict[str, Any]]]:
+    """Status rows, again every WATCH_EVERY_S seconds, until interrupted."""
+    while True:
+        begun = time.monotonic()
+        yield status(chosen)
+        time.sleep(max(0.5, WATCH_EVERY_S - (time.monotonic() - begun)))

@@ -1,0 +1,212 @@
+"""Looking at a node over SSH: Fabric connections, kept for the whole command, host keys always checked
+(I/O).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bringup.errors import HostUnreachable, Problem
+from bringup.fleet import Host
+
+CONNECT_LIMIT_S = 10
+COMMAND_LIMIT_S = 60.0
+OUTPUT_LIMIT = 32 * 1024 * 1024
+"""Bytes of a command's output that are kept; more is dropped, so that no log can fill the controller."""
+
+CHUNK = 64 * 1024
+POLL_S = 0.02
+
+_connections: dict[Host, Any] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command on a node ended; `code` 124: it took longer than its limit."""
+
+    code: int
+    out: str
+    err: str
+
+
+def connection(host: Host) -> Any:
+    """An open Fabric connection, made once a host and command. Raises HostUnreachable with the reason."""
+    with _lock:
+        known = _connections.get(host)
+    if known is not None and known.is_connected:
+        return known
+    made = _connect(host)
+    with _lock:
+        _connections[host] = made
+    return made
+
+
+def _connect(host: Host) -> Any:
+    import paramiko
+    from fabric import Connection
+
+    gateway = Connection(host.jump, connect_timeout=CONNECT_LIMIT_S) if host.jump else None
+    made = Connection(
+        host.address,
+        user=host.user,
+        port=host.port,
+        gateway=gateway,
+        connect_timeout=CONNECT_LIMIT_S,
+        connect_kwargs={
+            "banner_timeout": CONNECT_LIMIT_S,
+            "auth_timeout": CONNECT_LIMIT_S,
+            **({"key_filename": host.key, "look_for_keys": False} if host.key else {}),
+        },
+    )
+    for opened in filter(None, (made, gateway)):
+        if host.check_keys:
+            opened.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        opened.client.load_system_host_keys()
+    for path in host.known_hosts:
+        if Path(path).is_file():
+            made.client.load_host_keys(path)
+    try:
+        made.open()
+    except Exception as error:
+        raise HostUnreachable(Problem(host.name, f"cannot be reached: {_reason(host, error)}")) from None
+    return made
+
+
+def _reason(host: Host, error: Exception) -> str:
+    import socket
+
+    import paramiko
+
+    if isinstance(error, paramiko.BadHostKeyException):
+        return "its host key is not the known one (installed anew? then replace the key in known_hosts)"
+    if isinstance(error, paramiko.AuthenticationException):
+        return f"user {host.user or 'default'} may not log in with {host.key or 'the default keys'}"
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return f"nothing listens on {host.address}:{host.port}"
+    if isinstance(error, (TimeoutError, socket.timeout)):
+        return f"no answer from {host.address}:{host.port} within {CONNECT_LIMIT_S} s"
+    text = str(error) or type(error).__name__
+    if "not found in known_hosts" in text:
+        files = ", ".join(host.known_hosts) or "~/.ssh/known_hosts"
+        return f"its host key is not in {files}"
+    return text
+
+
+def run(
+    host: Host,
+    command: str,
+    *,
+    stdin: str = "",
+    limit_s: float = COMMAND_LIMIT_S,
+    on_output: Callable[[str], None] | None = None,
+) -> Ran:
+    """A shell command on the node. `on_output` gets stdout as it comes (and `out` stays empty).
+
+    Raises HostUnreachable when the node cannot be reached or the connection is lost.
+    """
+    if host.local:
+        return _run_local(command, stdin, limit_s, on_output)
+    try:
+        channel = connection(host).transport.open_session(timeout=CONNECT_LIMIT_S)
+        channel.exec_command(command)
+        return _read(channel, stdin.encode(), limit_s, on_output)
+    except HostUnreachable:
+        raise
+    except Exception as error:
+        raise HostUnreachable(
+            Problem(host.name, f"the connection was lost: {_reason(host, error)}")
+        ) from None
+
+
+def _read(channel: Any, stdin: bytes, limit_s: float, on_output: Callable[[str], None] | None) -> Ran:
+    """Feeds and reads a channel; fabric's own `run` would send one character every 10 ms."""
+    deadline = time.monotonic() + limit_s
+    out, err = bytearray(), bytearray()
+    channel.settimeout(CONNECT_LIMIT_S)
+    channel.sendall(stdin)
+    channel.shutdown_write()
+    try:
+        while True:
+            ended = channel.exit_status_ready()
+            got = False
+            while channel.recv_ready():
+                _take(channel.recv(CHUNK), out, on_output)
+                got = True
+            while channel.recv_stderr_ready():
+                _take(channel.recv_stderr(CHUNK), err, None)
+                got = True
+            if ended and not got:
+                break
+            if time.monotonic() > deadline:
+                return Ran(124, _text(out), f"{_text(err)}took longer than {limit_s:g} s")
+            if not got:
+                time.sleep(POLL_S)
+        return Ran(channel.recv_exit_status(), _text(out), _text(err))
+    finally:
+        channel.close()
+
+
+def _take(chunk: bytes, kept: bytearray, on_output: Callable[[str], None] | None) -> None:
+    if on_output is not None:
+        on_output(chunk.decode(errors="replace"))
+    elif len(kept) < OUTPUT_LIMIT:
+        kept += chunk
+
+
+def _text(kept: bytearray) -> str:
+    return kept.decode(errors="replace")
+
+
+def _run_local(command: str, stdin: str, limit_s: float, on_output: Callable[[str], None] | None) -> Ran:
+    try:
+        done = subprocess.run(
+            ["sh", "-c", command], input=stdin, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Ran(124, "", f"took longer than {limit_s:g} s")
+    if on_output is not None:
+        on_output(done.stdout)
+        return Ran(done.returncode, "", done.stderr)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def ssh_argv(host: Host) -> list[str]:
+    """The `ssh` command line that reaches a host as Ansible does."""
+    argv = ["ssh", "-p", str(host.port)]
+    if host.key:
+        argv += ["-i", host.key, "-o", "IdentitiesOnly=yes"]
+    if host.known_hosts:
+        argv += ["-o", "UserKnownHostsFile=" + " ".join(map(shlex.quote, host.known_hosts))]
+    if not host.check_keys:
+        argv += ["-o", "StrictHostKeyChecking=no"]
+    if host.jump:
+        argv += ["-J", host.jump]
+    for key, value in host.options.items():
+        if key not in ("controlmaster", "controlpersist", "controlpath"):
+            argv += ["-o", f"{key}={value}"]
+    return [*argv, f"{host.user}@{host.address}" if host.user else host.address]
+
+
+def shell(host: Host) -> int:
+    """A shell on the node in this terminal; its exit code."""
+    if host.local:
+        return subprocess.run([os.environ.get("SHELL", "sh")], check=False).returncode
+    return subprocess.run(ssh_argv(host), check=False, stdin=sys.stdin).returncode
+
+
+def close_all() -> None:
+    """Closes every connection of this command."""
+    with _lock:
+        for made in _connections.values():
+            made.close()
+        _connections.clear()

@@ -1,0 +1,337 @@
+"""The commands: `invoke --list`. Each parses its flags, makes one call into bringup, and shows one report.
+
+Everything heavy is imported inside a command, so that `invoke --list` stays quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from invoke import Collection, Context, Exit, task
+
+from bringup import commandline
+from bringup import errors as _errors
+
+commandline.install()
+
+INVENTORY = "folder under inventories/, such as lab, or a path to one"
+LIMIT = "hosts, groups, globs, !without, &both; separated by commas"
+JSON = "print one JSON object on stdout"
+YES = "agree to what is disruptive, for scripts"
+
+
+def _end(code: int) -> None:
+    """Ends the command with its exit code."""
+    if code:
+        raise Exit(code=int(code))
+
+
+def _extra(pairs: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` words as a mapping. Raises UsageError for every word without an equals sign."""
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise _errors.UsageError([_errors.Problem("--extra", f'"{pair}" is not KEY=VALUE') for pair in wrong])
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+# ---------------------------------------------------------------- the main job
+
+
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "tags": "only these roles, separated by commas",
+        "skip_tags": "all but these roles",
+        "check": "show what would change, with diffs, and change nothing (exit 6: something would)",
+        "extra": "a variable for the playbook, KEY=VALUE; can be repeated",
+        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "json": JSON,
+    },
+    iterable=["extra"],
+)
+def provision(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    tags: str | None = None,
+    skip_tags: str | None = None,
+    check: bool = False,
+    extra: Sequence[str] = (),
+    force_unlock: bool = False,
+    json: bool = False,
+) -> None:
+    """Bring every node of an inventory to its planned state."""
+    from bringup import playbook, report
+
+    record = playbook.run(
+        "provision",
+        inventory,
+        limit=limit,
+        tags=tags,
+        skip_tags=skip_tags,
+        check=check,
+        extra=_extra(extra),
+        force_unlock=force_unlock,
+        after=playbook.ask_servers,
+    )
+    _end(report.show_run(record, as_json=json, brief=not check))
+
+
+@task(help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
+def check(c: Context, inventory: str, limit: str | None = None, json: bool = False) -> None:
+    """Show how nodes differ from their plan, with diffs, and change nothing (exit 6: they differ)."""
+    from bringup import playbook, report
+
+    record = playbook.run("provision", inventory, name="check", limit=limit, check=True)
+    _end(report.show_run(record, as_json=json))
+
+
+@task(help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
+def preflight(c: Context, inventory: str, limit: str | None = None, json: bool = False) -> None:
+    """Look at the nodes and say what is not as the plan needs it, each with its remedy."""
+    from bringup import playbook, report
+
+    record = playbook.run("provision", inventory, name="preflight", limit=limit, tags="preflight")
+    report.show_findings(record, as_json=json)
+    _end(record.exit_code or 0)
+
+
+# ---------------------------------------------------------------- the servers
+
+
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "service": "only this service",
+        "watch": "show it again every few seconds, until Ctrl-C",
+        "json": JSON,
+    }
+)
+def status(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    watch: bool = False,
+    json: bool = False,
+) -> None:
+    """Show every server: its unit, whether a real token comes back, model, uptime, restarts, log size."""
+    from bringup import looking, report
+
+    chosen = looking.targets(inventory, limit, service)
+    if watch:
+        report.watch_status(looking.watch(chosen), inventory)
+        return
+    rows = looking.status(chosen)
+    report.show_status(rows, as_json=json)
+    _end(looking.exit_of(rows))
+
+
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "service": "only this service",
+        "lines": "how many lines of each log",
+        "follow": "go on with new lines, through rotations, until Ctrl-C",
+        "last_crash": "what the journal and the log say about the last failure",
+        "json": JSON,
+    }
+)
+def logs(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    lines: int = 50,
+    follow: bool = False,
+    last_crash: bool = False,
+    json: bool = False,
+) -> None:
+    """Show the servers' logs, of many hosts at once, each line with where it is from."""
+    from bringup import looking, report
+
+    chosen = looking.targets(inventory, limit, service)
+    if last_crash:
+        _end(report.show_crashes(looking.crashes(chosen, lines), as_json=json))
+    else:
+        _end(report.show_logs(looking.logs(chosen, lines, follow=follow), as_json=json))
+
+
+@task(
+    positional=[],
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "service": "only this service",
+        "prompt": "what to say",
+        "tokens": "how many tokens the answer may have",
+        "json": JSON,
+    },
+)
+def ask(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    prompt: str = "Say hello in one sentence.",
+    tokens: int = 32,
+    json: bool = False,
+) -> None:
+    """Ask every server for a chat completion over its own API, and print the answers."""
+    from bringup import looking, report
+
+    rows = looking.ask(looking.targets(inventory, limit, service), prompt, tokens)
+    report.show_answers(rows, as_json=json)
+    _end(looking.answers_exit(rows))
+
+
+@task(positional=[], help={"inventory": INVENTORY, "limit": LIMIT})
+def ssh(c: Context, inventory: str, limit: str) -> None:
+    """Open a shell on a node, as Ansible reaches it."""
+    from bringup import fleet, remote
+
+    _end(remote.shell(fleet.one_host(inventory, limit)))
+
+
+@task(
+    name="exec",
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "at_once": "how many hosts at the same time",
+        "seconds": "how long the command may take on a host",
+        "yes": YES,
+        "json": JSON,
+    },
+)
+def execute(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    at_once: int = 16,
+    seconds: int = 60,
+    yes: bool = False,
+    json: bool = False,
+) -> None:
+    """Run a command on many hosts (`invoke exec --inventory X -- uptime`); equal output is shown once."""
+    from bringup import confirm, fleet, looking, report
+
+    command = commandline.remainder()
+    if not command:
+        raise _errors.UsageError("exec: nothing to run. Put the command after --, as in: -- uptime")
+    names = fleet.matching(fleet.groups_of(inventory), limit)
+    confirm.disruptive(f"exec {command}", fleet.folder_of(inventory).name, names, yes=yes)
+    rows = looking.execute(fleet.hosts_of(inventory, names), command, at_once, seconds)
+    _end(report.show_executed(rows, as_json=json))
+
+
+# ---------------------------------------------------------------- records
+
+
+@task(
+    name="list",
+    default=True,
+    positional=[],
+    help={
+        "inventory": "only runs of this inventory",
+        "number": "how many of the newest",
+        "verify": "check the chain of records instead: was one changed, removed or moved?",
+        "json": JSON,
+    },
+)
+def history_list(
+    c: Context, inventory: str | None = None, number: int = 20, verify: bool = False, json: bool = False
+) -> None:
+    """List the runs: who did what where, how it ended, how long it took."""
+    from bringup import report, runs
+
+    if verify:
+        _end(report.show_chain(runs.verify(), len(runs.ids()), as_json=json))
+    else:
+        report.show_history(runs.listed(inventory, number), as_json=json)
+
+
+@task(
+    name="show",
+    help={"run": "a run's id, a part of one that is unique, or `last`", "diffs": "with diffs", "json": JSON},
+)
+def history_show(c: Context, run: str, diffs: bool = False, json: bool = False) -> None:
+    """Show one run again: its table, failures, causes and answers."""
+    from bringup import report, runs
+
+    report.show_run(runs.find(run), as_json=json, brief=not diffs)
+
+
+@task(name="diff", help={"first": "a run", "second": "another run", "json": JSON})
+def history_diff(c: Context, first: str, second: str, json: bool = False) -> None:
+    """Show what differs between two runs."""
+    from bringup import report, runs
+
+    one, other = runs.find(first), runs.find(second)
+    report.show_diff(runs.diff(one, other), one.id, other.id, as_json=json)
+
+
+# ---------------------------------------------------------------- the lab
+
+
+@task(positional=[], help={"nodes": "how many (lab-01, lab-02, ...)"})
+def up(c: Context, nodes: int = 2) -> None:
+    """Boot lab nodes: systemd in containers, reached over SSH (makes engine and image on first use)."""
+    from bringup import lab
+
+    for node in lab.up(nodes):
+        print(f"{node.name}  {lab.address(node.name)[0]}  {node.state}")
+
+
+@task(positional=[], help={"everything": "also stop the engine and remove what the lab keeps"})
+def down(c: Context, everything: bool = False) -> None:
+    """Remove the lab's nodes."""
+    from bringup import lab
+
+    lab.down(everything=everything)
+
+
+@task(name="ssh", help={"node": "such as lab-01"})
+def lab_ssh(c: Context, node: str) -> None:
+    """Open a shell on a lab node."""
+    from bringup import lab
+
+    _end(lab.ssh(node))
+
+
+# ---------------------------------------------------------------- this checkout
+
+
+@task(positional=[], help={"json": JSON})
+def lint(c: Context, json: bool = False) -> None:
+    """Run every linter, as CI does."""
+    from bringup import checking
+
+    _end(checking.stages(("lint",), as_json=json))
+
+
+@task(name="test", positional=[], iterable=["only"], help={"only": "a stage; can be repeated", "json": JSON})
+def check_all(c: Context, only: Sequence[str] = (), json: bool = False) -> None:
+    """Run everything that CI runs: lint, unit and content tests, role scenarios, end to end."""
+    from bringup import checking
+
+    _end(checking.stages(tuple(only), as_json=json))
+
+
+def _collection(name: str, *tasks: object) -> Collection:
+    made = Collection(name)
+    for one in tasks:
+        made.add_task(one)
+    return made
+
+
+ns = Collection(provision, check, preflight, status, logs, ask, ssh, execute, lint, check_all)
+ns.add_collection(_collection("history", history_list, history_show, history_diff))
+ns.add_collection(_collection("lab", up, down, lab_ssh))
