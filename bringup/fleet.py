@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ class Host:
     check_keys: bool = True
     jump: str | None = None
     local: bool = False
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[tuple[str, str], ...] = ()
 
 
 def folder_of(inventory: str) -> Path:
@@ -151,6 +151,16 @@ def _variables(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @cache
+def _start_ansible() -> None:
+    """Once a process: Ansible's plugin loader, without our own inventory plugin (which would resolve the plan)."""
+    from ansible import constants
+    from ansible.plugins.loader import init_plugin_loader
+
+    constants.INVENTORY_ENABLED = ["yaml", "ini", "host_list"]
+    init_plugin_loader()
+
+
+@cache
 def _manager(folder: Path) -> tuple[Any, Any]:
     """Ansible's inventory of the folder's host files, and the loader that read them."""
     config = ROOT / "ansible.cfg"
@@ -158,7 +168,7 @@ def _manager(folder: Path) -> tuple[Any, Any]:
         os.environ.setdefault("ANSIBLE_CONFIG", str(config))
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-
+    _start_ansible()
     loader = DataLoader()
     loader.set_basedir(str(ROOT))
     names = ("hosts.yml", "hosts.yaml", "hosts.ini", "hosts")
@@ -206,7 +216,7 @@ def _host(name: str, known: Mapping[str, Any]) -> Host:
         check_keys=strict not in ("no", "off") and str(checking).lower() not in ("false", "no", "0"),
         jump=options.pop("proxyjump", None),
         local=known.get("ansible_connection") == "local",
-        options=options,
+        options=tuple(options.items()),
     )
 
 

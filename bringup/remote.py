@@ -191,7 +191,7 @@ def ssh_argv(host: Host) -> list[str]:
         argv += ["-o", "StrictHostKeyChecking=no"]
     if host.jump:
         argv += ["-J", host.jump]
-    for key, value in host.options.items():
+    for key, value in host.options:
         if key not in ("controlmaster", "controlpersist", "controlpath"):
             argv += ["-o", f"{key}={value}"]
     return [*argv, f"{host.user}@{host.address}" if host.user else host.address]
