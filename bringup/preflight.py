@@ -17,8 +17,8 @@ GIB = 1024**3
 OLDEST_SYSTEMD = 249
 """The first with LoadCredential and the sandboxing that units use (Ubuntu 22.04 has it)."""
 
-OLDEST_PYTHON = (3, 9)
-"""Of the node's own Python: the oldest that today's Ansible modules run on."""
+OLDEST_PYTHON = (3, 10)
+"""Of the node's own Python: what the oldest supported distribution has."""
 
 DISTRIBUTIONS: Mapping[str, tuple[int, ...]] = {"debian": (12,), "ubuntu": (22, 4)}
 """The oldest version of each distribution that the roles are written for."""

@@ -1,0 +1,279 @@
+"""One file over http: resumed, verified while it streams, and patient only where patience helps.
+
+`fetch` ends with the whole file in place or raises DownloadFailed with the cause in one line.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import http.client
+import os
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+CHUNK_BYTES = 1024 * 1024
+STALL_LIMIT_S = 30
+"""Seconds without one byte before a connection is given up (and resumed)."""
+
+SLOWEST_BYTES_S = 16 * 1024
+"""A connection slower than this over SLOW_WINDOW_S is given up: a new one is often fast."""
+
+SLOW_WINDOW_S = 60
+TRIES_WITHOUT_PROGRESS = 5
+"""Attempts in a row that brought no new byte; an attempt that brought some starts the count anew."""
+
+BACK_OFF_S = 1.0
+BACK_OFF_LONGEST_S = 60
+RETRY_AFTER_LONGEST_S = 900
+"""A server that asks for more patience than this is not waited for: the next source is tried."""
+
+HOPELESS = {
+    401: "is not authorised (401): is the token there and right?",
+    403: "is forbidden (403): has the licence been accepted with this token?",
+    404: "is not there (404): is the revision right?",
+    410: "is gone (410)",
+}
+
+
+class DownloadFailed(Exception):
+    """Why a file could not be had. `cause` is a stable word: status, wrong_bytes, unreachable, slow, disk."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class Hash(Protocol):
+    """What hashlib gives."""
+
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a download; tests make it impatient. `bytes_s` 0: no cap on the rate."""
+
+    stall_s: float = STALL_LIMIT_S
+    slowest_bytes_s: float = SLOWEST_BYTES_S
+    slow_window_s: float = SLOW_WINDOW_S
+    tries: int = TRIES_WITHOUT_PROGRESS
+    back_off_s: float = BACK_OFF_S
+    back_off_longest_s: float = BACK_OFF_LONGEST_S
+    retry_after_longest_s: float = RETRY_AFTER_LONGEST_S
+    bytes_s: float = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One file: where it is, where it goes, and what it must be."""
+
+    address: str
+    target: Path
+    size: int
+    sha256: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Progress = Callable[[int], None]
+
+
+class _Retry(Exception):
+    """This attempt is over; another may help, after `wait_s` when the server said how long."""
+
+    def __init__(self, why: str, wait_s: float | None = None, cause: str = "unreachable") -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
+        self.cause = cause
+
+
+def partial_of(target: Path) -> Path:
+    """Where a file lies until it is whole."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None) -> None:
+    """Brings one file to its place. What an earlier attempt left in `.partial` is used, if it proves right.
+
+    Raises DownloadFailed; a `.partial` that may help the next time stays.
+    """
+    partial = partial_of(wanted.target)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    fruitless, wrong = 0, 0
+    while True:
+        digest, have = _resume(partial, wanted.size)
+        progress(have)
+        try:
+            _attempt(wanted, partial, digest, have, limits, progress)
+            _accept(wanted, partial, digest)
+            return
+        except _Retry as retry:
+            got = partial.stat().st_size if partial.exists() else 0
+            wrong += retry.cause == "wrong_bytes"
+            fruitless = 0 if got > have else fruitless + 1
+            if fruitless >= limits.tries or wrong > 1:
+                raise DownloadFailed(f"{_brief(wanted.address)}: {retry}", retry.cause) from None
+            time.sleep(_wait(retry, fruitless, limits))
+        except OSError as error:
+            raise DownloadFailed(f"{partial}: {error.strerror or error}", "disk") from None
+
+
+def _wait(retry: _Retry, fruitless: int, limits: Limits) -> float:
+    if retry.wait_s is not None:
+        return retry.wait_s
+    return min(limits.back_off_s * float(2 ** max(fruitless - 1, 0)), limits.back_off_longest_s)
+
+
+def _resume(partial: Path, size: int) -> tuple[Hash, int]:
+    """A hash over what is there already, and its length; a `.partial` that is too long is started anew."""
+    digest = hashlib.sha256()
+    if not partial.exists() or partial.stat().st_size > size:
+        partial.unlink(missing_ok=True)
+        return digest, 0
+    have = 0
+    buffer = bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    with partial.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            have += count
+    return digest, have
+
+
+def _attempt(
+    wanted: Wanted, partial: Path, digest: Hash, have: int, limits: Limits, progress: Progress
+) -> None:
+    """One connection, from byte `have` to the end. Raises _Retry or DownloadFailed."""
+    if have == wanted.size:
+        return
+    headers = {"User-Agent": "bringup", "Accept-Encoding": "identity", **wanted.headers}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    request = urllib.request.Request(wanted.address, headers=headers)
+    try:
+        with _open(request, limits.stall_s) as answer:
+            if have and answer.status != 206:
+                partial.unlink()
+                raise _Retry("the server cannot resume, so the file is started anew", 0)
+            _check_length(answer, wanted, have)
+            _stream(answer, wanted, partial, digest, have, limits, progress)
+    except urllib.error.HTTPError as error:
+        raise _status(error, wanted, limits) from None
+    except TimeoutError:
+        raise _Retry(f"no byte for {limits.stall_s:g} s") from None
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise _Retry(f"connection failed: {reason or type(error).__name__}") from None
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """A token goes to the host that it is for, and not on to the one that the answer points to."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        new = super().redirect_request(req, fp, code, msg, headers, newurl)
+        old_host = urllib.parse.urlsplit(req.full_url).netloc
+        if new is not None and urllib.parse.urlsplit(newurl).netloc != old_host:
+            new.remove_header("Authorization")
+        return new
+
+
+def _open(request: urllib.request.Request, limit_s: float) -> http.client.HTTPResponse:
+    answer: http.client.HTTPResponse = urllib.request.build_opener(_Redirects).open(request, timeout=limit_s)
+    return answer
+
+
+def _status(error: urllib.error.HTTPError, wanted: Wanted, limits: Limits) -> Exception:
+    """What an HTTP status means: hopeless, or worth another try (after the time that the server asks for)."""
+    where = _brief(wanted.address)
+    if error.code in HOPELESS:
+        return DownloadFailed(f"{where} {HOPELESS[error.code]}", "status")
+    if error.code == 416:
+        partial_of(wanted.target).unlink(missing_ok=True)
+        return _Retry("the server has fewer bytes than we have already (416)", 0, "wrong_bytes")
+    if error.code in (408, 425, 429) or error.code >= 500:
+        wait = parse_retry_after(error.headers.get("Retry-After"), time.time())
+        if wait is not None and wait > limits.retry_after_longest_s:
+            return DownloadFailed(f"{where} asks to wait {wait:.0f} s ({error.code})", "status")
+        return _Retry(f"the server answered {error.code}", wait, "status")
+    return DownloadFailed(f"{where}: the server answered {error.code}", "status")
+
+
+def parse_retry_after(value: str | None, now: float) -> float | None:
+    """Seconds in a Retry-After header (a number or a date), None without one or with nonsense in it."""
+    if not value:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
+    except (TypeError, ValueError):
+        return None
+
+
+def _check_length(answer: http.client.HTTPResponse, wanted: Wanted, have: int) -> None:
+    length = answer.headers.get("Content-Length")
+    if length is not None and have + int(length) > wanted.size:
+        raise DownloadFailed(
+            f"{_brief(wanted.address)} has {have + int(length)} bytes, the lock says {wanted.size}",
+            "wrong_bytes",
+        )
+
+
+def _stream(
+    answer: http.client.HTTPResponse,
+    wanted: Wanted,
+    partial: Path,
+    digest: Hash,
+    have: int,
+    limits: Limits,
+    progress: Progress,
+) -> None:
+    """Bytes from the connection to the disk and through the hash."""
+    started = window = time.monotonic()
+    window_have, first = have, have
+    with partial.open("ab") as file:
+        while have < wanted.size:
+            chunk = answer.read1(min(CHUNK_BYTES, wanted.size - have))
+            if not chunk:
+                raise _Retry(f"the connection ended after {have} of {wanted.size} bytes")
+            file.write(chunk)
+            digest.update(chunk)
+            have += len(chunk)
+            progress(have)
+            now = time.monotonic()
+            if now - window >= limits.slow_window_s:
+                if (have - window_have) / (now - window) < limits.slowest_bytes_s:
+                    raise _Retry(f"fewer than {limits.slowest_bytes_s:g} bytes a second", cause="slow")
+                window, window_have = now, have
+            if limits.bytes_s:
+                time.sleep(max(0.0, (have - first) / limits.bytes_s - (now - started)))
+
+
+def _accept(wanted: Wanted, partial: Path, digest: Hash) -> None:
+    """The whole file, if it is the right one, goes to its place."""
+    if not partial.exists():
+        partial.touch()
+    if digest.hexdigest() != wanted.sha256:
+        partial.unlink()
+        raise _Retry("the bytes are not what the lock says (sha256 differs)", cause="wrong_bytes")
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.chmod(0o644)
+    partial.replace(wanted.target)
+
+
+def _brief(address: str) -> str:
+    """An address without what may be secret in it: user, password and query."""
+    parts = urllib.parse.urlsplit(address)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"

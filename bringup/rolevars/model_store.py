@@ -1,0 +1,24 @@
+"""Plan -> variables of role `model_store`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from bringup.planned import HostPlan, Plan, PlannedModel
+
+
+def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
+    """`model_store_models`: one row a model, with its lock."""
+    return {"model_store_models": [_row(model) for model in host.models]}
+
+
+def _row(model: PlannedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "folder": model.folder,
+        "files": [asdict(file) for file in model.files],
+        "sources": [asdict(source) for source in model.sources],
+        "made_by": model.made_by or "",
+        "expects": dict(model.expects),
+    }

@@ -1,0 +1,82 @@
+"""Model files on the controller: where they are, and how a small lab model is made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bringup import ROOT
+from bringup.errors import HostFailed, Problem
+from bringup.node.files import locked
+from bringup.node.store import File, fault
+
+CACHE = ROOT / ".cache" / "models"
+
+MAKE_LIMIT_S = 600
+"""Seconds that a script may take to make a lab model."""
+
+
+def controller_folder(model: Mapping[str, Any], paths: Iterable[str], cache: Path = CACHE) -> Path:
+    """The folder here that holds `paths` of a model, each of them as the lock says.
+
+    `model`: `name`, `files` (path, size, sha256), `sources` (kind, locator) and `made_by` (a script of this
+    checkout, run as `python SCRIPT FOLDER`, or None). Raises HostFailed.
+    """
+    script = model.get("made_by")
+    folder = make(str(model["name"]), ROOT / script, model["files"], cache) if script else _given(model)
+    rows = {row["path"]: File(row["path"], int(row["size"]), row["sha256"]) for row in model["files"]}
+    problems = [
+        Problem(str(folder / path), f"{text}, and the lock of model {model['name']} says otherwise")
+        for path in paths
+        if (text := fault(folder / path, rows[path]))
+    ]
+    if problems:
+        raise HostFailed(problems)
+    return folder
+
+
+def _given(model: Mapping[str, Any]) -> Path:
+    for source in model.get("sources", ()):
+        if source["kind"] == "controller":
+            return ROOT / str(source["locator"])
+    raise HostFailed(Problem(f"model {model['name']}", "no source of it is on the controller"))
+
+
+def make(name: str, script: Path, files: Iterable[Mapping[str, Any]], cache: Path = CACHE) -> Path:
+    """The folder of a model that a script makes; made when it is not there as the lock says.
+
+    Two runs at once make it once. The script's own text is part of the folder's name, so that a new script
+    makes a new folder. Raises HostFailed.
+    """
+    text = script.read_bytes() if script.is_file() else b""
+    folder = cache / f"{name}-{hashlib.sha256(text).hexdigest()[:12]}"
+    rows = [File(row["path"], int(row["size"]), row["sha256"]) for row in files]
+    with locked(cache / f".{name}.lock", MAKE_LIMIT_S):
+        if any(fault(folder / row.path, row) for row in rows):
+            _run(script, folder)
+    return folder
+
+
+def _run(script: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), str(folder)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=MAKE_LIMIT_S,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise HostFailed(Problem(str(script), f"took longer than {MAKE_LIMIT_S} s")) from None
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        raise HostFailed(Problem(str(script), f"ended with {done.returncode}: {last[0]}"))

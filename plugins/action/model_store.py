@@ -1,0 +1,57 @@
+"""Makes a model's folder ready: the node fetches what it can, and what only the controller has is sent to it.
+
+Files that the controller makes (a small lab model) are made once, under .cache/models, and checked there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+from bringup import stores  # noqa: E402 (the checkout must be on the path first)
+from bringup.errors import BringupError  # noqa: E402
+from bringup.node.store import incoming_name  # noqa: E402
+
+
+class ActionModule(ActionBase):
+    """The options of the module `model_store`; `model` may hold `made_by` besides."""
+
+    TRANSFERS_FILES = True
+    _supports_check_mode = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The module's result; `fetched` holds what was sent too."""
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        first = self._ask(task_vars)
+        if first.get("failed") or not first.get("send") or self._task.check_mode:
+            return {**result, **first}
+        try:
+            self._send(first["send"], first["incoming"])
+        except BringupError as error:
+            return {**result, "failed": True, "msg": str(error)}
+        second = self._ask(task_vars)
+        if not second.get("failed"):
+            second.update(changed=True, faults=first["faults"], diff=first.get("diff", {}))
+        return {**result, **second}
+
+    def _ask(self, task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        answer: dict[str, Any] = self._execute_module(
+            module_name="model_store", module_args=dict(self._task.args), task_vars=task_vars
+        )
+        answer.pop("invocation", None)
+        return answer
+
+    def _send(self, paths: list[str], incoming: str) -> None:
+        """Raises BringupError when the controller has not the right files."""
+        model = self._task.args["model"]
+        folder = stores.controller_folder(model, paths)
+        places = {file["path"]: index for index, file in enumerate(model["files"])}
+        for path in paths:
+            self._transfer_file(str(folder / path), f"{incoming}/{incoming_name(places[path])}")

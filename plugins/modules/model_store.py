@@ -1,0 +1,122 @@
+#!/usr/bin/python
+"""Fetches and verifies a model's files on a node (`bringup/node/store.py`)."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: model_store
+short_description: Fetch and verify a model's files
+description:
+  - A folder is ready when every file has the size and sha256 that the lock says; its stamp is written last.
+  - A later run looks at sizes and times only, or reads everything (C(deep)). A wrong file is fetched
+    again alone.
+  - Of files that the controller has, C(send) says which and C(incoming) where to put them; the action of
+    the same name does that and calls again.
+options:
+  model:
+    description: Name, folder, files (path, size, sha256), sources (kind, locator) and expectations.
+    type: dict
+    required: true
+  verify:
+    description: How closely files that were verified before are looked at.
+    type: str
+    choices: [quick, deep]
+    default: quick
+  huggingface:
+    description: Address of the hub or of a mirror that speaks like it.
+    type: str
+    default: https://huggingface.co
+  huggingface_token:
+    description: Token for that hub.
+    type: str
+    default: ""
+  modelscope:
+    description: Address of the hub.
+    type: str
+    default: https://modelscope.cn
+  modelscope_token:
+    description: Token for that hub.
+    type: str
+    default: ""
+  rate_mib_s:
+    description: The most that one file may take of the network, in MiB a second; 0 for no cap.
+    type: float
+    default: 0
+author: bringup
+"""
+
+RETURN = r"""
+ready:
+  description: Whether the folder is ready now.
+  returned: success
+  type: bool
+faults:
+  description: What was wrong before, by path.
+  returned: success
+  type: dict
+fetched:
+  description: Paths that were fetched now.
+  returned: success
+  type: list
+  elements: str
+send:
+  description: Paths that must come from the controller.
+  returned: success
+  type: list
+  elements: str
+incoming:
+  description: Folder to put them into.
+  returned: success
+  type: str
+"""
+
+import os  # noqa: E402 (documentation comes first)
+
+from ansible.module_utils.basic import AnsibleModule  # noqa: E402
+from ansible.module_utils.bringup_node import download, store  # noqa: E402
+
+MIB = 1024 * 1024
+
+
+def login_uid() -> int | None:
+    """The user who logged in, when sudo brought us here: files from the controller arrive as theirs."""
+    given = os.environ.get("SUDO_UID", "")
+    return int(given) if given.isdigit() else None
+
+
+def main() -> None:
+    """Bring the folder to what the lock says."""
+    module = AnsibleModule(
+        argument_spec={
+            "model": {"type": "dict", "required": True},
+            "verify": {"type": "str", "choices": ["quick", "deep"], "default": "quick"},
+            "huggingface": {"type": "str", "default": "https://huggingface.co"},
+            "huggingface_token": {"type": "str", "default": "", "no_log": True},
+            "modelscope": {"type": "str", "default": "https://modelscope.cn"},
+            "modelscope_token": {"type": "str", "default": "", "no_log": True},
+            "rate_mib_s": {"type": "float", "default": 0},
+        },
+        supports_check_mode=True,
+    )
+    given = module.params
+    access = store.Access(
+        huggingface=given["huggingface"],
+        modelscope=given["modelscope"],
+        huggingface_token=given["huggingface_token"],
+        modelscope_token=given["modelscope_token"],
+        limits=download.Limits(bytes_s=given["rate_mib_s"] * MIB),
+    )
+    deep = given["verify"] == "deep"
+    try:
+        model = store.Model.of(given["model"])
+        answer = (
+            store.look(model, deep) if module.check_mode else store.ensure(model, access, deep, login_uid())
+        )
+    except (store.StoreFailed, OSError, TimeoutError) as error:
+        module.fail_json(msg=str(error))
+    diff = {"before": answer["faults"], "after": {}} if answer["faults"] else {}
+    module.exit_json(**answer, diff=diff)
+
+
+if __name__ == "__main__":
+    main()
