@@ -148,11 +148,19 @@ def _recorded(
     except Exception as error:
         code = error.code if isinstance(error, BringupError) else Exit.INTERNAL
         caught.counting = True
-        runs.finish(record, code, _with_errors(outcome, (redact.text(str(error)),)))
+        _finished(record, code, _with_errors(outcome, (redact.text(str(error)),)))
         raise
     caught.counting = True
     errors = more.pop("errors", ())
-    return runs.finish(record, code, _with_errors(outcome, errors), **more)
+    return _finished(record, code, _with_errors(outcome, errors), **more)
+
+
+def _finished(record: runs.RunRecord, code: Exit, outcome: events.Outcome, **more: Any) -> runs.RunRecord:
+    from bringup import webpage
+
+    finished = runs.finish(record, code, outcome, **more)
+    webpage.write(finished)
+    return finished
 
 
 def _with_errors(outcome: events.Outcome, errors: tuple[str, ...]) -> events.Outcome:

@@ -1,0 +1,134 @@
+"""Runbooks: what each one says of itself, and running one with the same care as every other.
+
+A runbook is `playbooks/runbooks/<verb>-<thing>.yml` that begins with a comment block:
+
+    # when: an engine hangs, or must take up new settings
+    # effect: restarts every server, one host after the other, drained and verified
+    # disruptive: yes
+    # undo: none: a restart leaves nothing to undo
+    # verify: a real token comes back from the right model
+    # owner: sre
+    # duration: 2 min a host
+
+A line that begins with more than one space after `#` goes on with the line before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bringup import ROOT, confirm, fleet, playbook
+from bringup.errors import Problem, UsageError, unknown
+from bringup.runs import RunRecord
+
+FOLDER = ROOT / "playbooks" / "runbooks"
+KEYS = ("when", "effect", "disruptive", "undo", "verify", "owner", "duration")
+
+
+@dataclass(frozen=True)
+class Runbook:
+    """A runbook's header. `undo` names the command that takes it back, or says `none: why`."""
+
+    name: str
+    when: str
+    effect: str
+    disruptive: bool
+    undo: str
+    verify: str
+    owner: str
+    duration: str
+
+
+def listed(folder: Path | None = None) -> list[Runbook]:
+    """Every runbook, by name. Raises UsageError with everything wrong with any header."""
+    found, problems = [], []
+    for path in sorted((folder or FOLDER).glob("*.yml")):
+        try:
+            found.append(read(path))
+        except UsageError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def read(path: Path) -> Runbook:
+    """One runbook's header. Raises UsageError with every key that is missing, unknown or wrong."""
+    where = f"playbooks/runbooks/{path.name}"
+    said = header(path.read_text(encoding="utf-8"))
+    problems = [Problem(where, f'its header lacks "{key}:"') for key in KEYS if not said.get(key)]
+    problems += [Problem(where, *unknown("header key", key, KEYS)) for key in said if key not in KEYS]
+    if said.get("disruptive", "yes") not in ("yes", "no"):
+        problems.append(Problem(f"{where}: disruptive", f'should be yes or no, is "{said["disruptive"]}"'))
+    if said.get("undo", "x") == "none":
+        problems.append(
+            Problem(f"{where}: undo", "should say why there is none, as in `none: nothing changes`")
+        )
+    if problems:
+        raise UsageError(problems)
+    return Runbook(
+        name=path.stem,
+        disruptive=said["disruptive"] == "yes",
+        **{key: said[key] for key in KEYS if key != "disruptive"},
+    )
+
+
+def header(text: str) -> dict[str, str]:
+    """The `key: value` lines of the comment block that a file begins with."""
+    found: dict[str, str] = {}
+    last = ""
+    for line in text.removeprefix("---\n").splitlines():
+        if not line.startswith("#"):
+            break
+        match = re.match(r"# ([a-z]+): (.*)", line)
+        if match:
+            last = match[1]
+            found[last] = match[2].strip()
+        elif last and line.startswith("#  "):
+            found[last] += " " + line[1:].strip()
+    return found
+
+
+def find(name: str) -> Runbook:
+    """A runbook by its name. Raises UsageError with a suggestion."""
+    path = FOLDER / f"{name}.yml"
+    if not path.is_file():
+        known = [one.stem for one in FOLDER.glob("*.yml")]
+        raise UsageError(Problem("playbooks/runbooks", *unknown("runbook", name, known)))
+    return read(path)
+
+
+def run(
+    name: str,
+    inventory: str,
+    *,
+    limit: str | None = None,
+    serial: str = "1",
+    max_fail: int = 0,
+    check: bool = False,
+    yes: bool = False,
+    extra: Mapping[str, Any] | None = None,
+    force_unlock: bool = False,
+) -> RunRecord:
+    """Runs a runbook: hosts `serial` at a time (the first is the canary), stopping after `max_fail` percent
+    failed.
+
+    Raises UsageError for a wrong name or limit and Locked when a disruptive one is not confirmed.
+    """
+    book = find(name)
+    hosts = fleet.matching(fleet.groups_of(inventory), limit)
+    if book.disruptive and not check:
+        what = f"{book.name}: {book.effect}. Undo: {book.undo}. Expected: {book.duration}. It runs"
+        confirm.disruptive(what, fleet.folder_of(inventory).name, hosts, yes=yes)
+    return playbook.run(
+        f"runbooks/{name}",
+        inventory,
+        limit=limit,
+        check=check,
+        extra={**(extra or {}), "runbook_serial": serial, "runbook_max_fail": max_fail},
+        force_unlock=force_unlock,
+    )
