@@ -758,11 +758,9 @@ def _build_from_registry(engine: Engine, tag: str, arch: str, suite: str, say: S
 def _ensure_emulation(say: Say) -> None:
     """qemu-user for arm64 on amd64; C makes sudo work, F makes it work inside containers."""
     mounted = Path("/proc/sys/fs/binfmt_misc")
-    if (mounted / "qemu-aarch64").exists():
-        return
     rule = Path("/usr/lib/binfmt.d/qemu-aarch64.conf")
-    if not rule.exists():
-        _apt(["qemu-user-static"], say)
+    if _has_apt() and not (rule.exists() and shutil.which("arch-test")):
+        _apt(["qemu-user-static", "arch-test"], say)
     if not (mounted / "register").exists():
         _output(_as_root(["mount", "-t", "binfmt_misc", "binfmt_misc", str(mounted)]))
     if not (mounted / "qemu-aarch64").exists():

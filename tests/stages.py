@@ -91,16 +91,11 @@ def run(command: Command, *, keep: bool) -> Outcome:
     return Outcome(command.name, code, time.monotonic() - started, output)
 
 
-def lint(*, quiet: bool = False) -> int:
-    """Every linter, two at a time; 0 when all pass. `quiet` prints only those that do not."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        outcomes = list(pool.map(lambda command: run(command, keep=True), LINTERS))
-    for outcome in outcomes:
-        if outcome.code or not quiet:
-            print(f"-- {outcome.name}: {verdict(outcome)}, {outcome.seconds:.0f} s", flush=True)
-        if outcome.code:
-            print(outcome.output.rstrip(), flush=True)
-    return int(any(outcome.code for outcome in outcomes))
+def lint() -> int:
+    """Every linter; prints what they say; 0 when all pass."""
+    outcome = stage("lint", keep=True)
+    print(outcome.output.rstrip(), flush=True)
+    return outcome.code
 
 
 def verdict(outcome: Outcome) -> str:
@@ -109,9 +104,10 @@ def verdict(outcome: Outcome) -> str:
 
 
 def stage(name: str, *, keep: bool) -> Outcome:
-    """One stage: every command of it, whichever fails."""
+    """One stage: every command of it, two at a time, whichever fails."""
     started = time.monotonic()
-    outcomes = [run(command, keep=keep) for command in STAGES[name]]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = list(pool.map(lambda command: run(command, keep=keep), STAGES[name]))
     output = "".join(
         (f"-- {item.name}: {verdict(item)}, {item.seconds:.0f} s\n" if len(outcomes) > 1 else "")
         + (item.output if item.code or len(outcomes) == 1 else "")
