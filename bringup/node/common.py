@@ -1,6 +1,7 @@
 """What the programs on a node share: the service's description, one request, metrics, systemd's answers.
 
-Standard library only, Python 3.9 and up: it runs under the node's own interpreter, before anything is installed.
+Standard library only, Python 3.9 and up: it runs under the node's own interpreter, before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ def json_answer(
     timeout_s: float,
     key: str | None = None,
 ) -> dict[str, Any]:
-    """The JSON mapping that a request with status 200 gives. Raises NoAnswer with status and first bytes otherwise."""
+    """The JSON mapping that a request with status 200 gives. Raises NoAnswer with status and first bytes
+    otherwise.
+    """
     status, content = request(service, method, path, body, timeout_s=timeout_s, key=key)
     if status != 200:
         raise NoAnswer(
@@ -248,7 +251,9 @@ def answer_text(data: Mapping[str, Any]) -> str:
 
 
 def key_of(service: Mapping[str, Any]) -> str | None:
-    """The service's API key: from the unit's credentials, else (as root) from the file itself; None: it has none."""
+    """The service's API key: from the unit's credentials, else (as root) from the file itself; None: it has
+    none.
+    """
     source = service.get("key_file")
     if not source:
         return None
@@ -280,7 +285,8 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def metrics(service: Mapping[str, Any], *, timeout_s: float, key: str | None = None) -> dict[str, float]:
-    """The engine's metrics under our names (running, waiting, generation_tokens_total, ...); empty: it has none.
+    """The engine's metrics under our names (running, waiting, generation_tokens_total, ...); empty: it has
+    none.
 
     Raises NoAnswer when the engine should have metrics and does not give them.
     """

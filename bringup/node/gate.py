@@ -1,9 +1,11 @@
-"""`gate.py NAME`, run by systemd after the engine's process is there: the unit is up only when a real token is.
+"""`gate.py NAME`, run by systemd after the engine's process is there: the unit is up only when a real token
+is.
 
-It waits, within the service's start timeout, until the right model answers with a real token, sends the warm-up set,
-and keeps the phases of this start (from the engine's log) in /var/lib/bringup/starts/<unit>.json. It ends at once,
-with a reason, when the engine's process ends. It runs as root to read the log; its requests are sent by a child
-(`gate.py NAME --ask`) that is the service's own user.
+It waits, within the service's start timeout, until the right model answers with a real token, sends the
+warm-up set, and keeps the phases of this start (from the engine's log) in
+/var/lib/bringup/starts/<unit>.json. It ends at once, with a reason, when the engine's process ends. It runs
+as root to read the log; its requests are sent by a child (`gate.py NAME --ask`) that is the service's own
+user.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ def right_model(service: Mapping[str, Any], listed: list[dict[str, Any]]) -> Non
 def wait_for_token(
     service: Mapping[str, Any], until: float, key: str | None, alive: Callable[[], bool] = lambda: True
 ) -> Answer:
-    """The first real answer. Raises NoAnswer (with the last reason) at `until` (monotonic), EngineGone when not alive."""
+    """The first real answer. Raises NoAnswer (with the last reason) at `until` (monotonic), EngineGone when
+    not alive.
+    """
     pause, said, why = POLL_FIRST_S, time.monotonic(), "it was never asked"
     while True:
         if not alive():
@@ -115,7 +119,9 @@ def wait_for_token(
 
 
 def warm_up_prompt(tokens: int, number: int) -> str:
-    """About `tokens` tokens of plain words, unlike every other prompt from its first word on (no prefix is shared)."""
+    """About `tokens` tokens of plain words, unlike every other prompt from its first word on (no prefix is
+    shared).
+    """
     words = [f"{number}", *(f"w{(number * 31 + position) % 97}" for position in range(max(1, tokens) - 1))]
     return " ".join(words)
 
@@ -143,7 +149,8 @@ def warm_up(service: Mapping[str, Any], until: float, key: str | None) -> int:
 def lines_of(path: Path, mark: Mapping[str, int]) -> Iterable[str | None]:
     """Lines that a rotated log file gets after `mark`, for ever; None whenever there is nothing new.
 
-    `path` may be a link that is swung to a new file, or a file that is renamed: the old one is read to its end first.
+    `path` may be a link that is swung to a new file, or a file that is renamed: the old one is read to its
+    end first.
     """
     file, rest = None, b""
     while True:
@@ -288,7 +295,9 @@ def _collect(stream: Iterable[str], steps: dict[str, dict[str, Any]]) -> None:
 
 
 def started_at(pid: int) -> float:
-    """When the process was started, in seconds since 1970 (from the kernel's clock ticks since boot); now, if it is gone."""
+    """When the process was started, in seconds since 1970 (from the kernel's clock ticks since boot); now, if
+    it is gone.
+    """
     try:
         text = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,14 +1,15 @@
-"""`logpipe.py NAME FOLDER`: one service's log, from a FIFO into files cut by size and age, compressed, keeping N.
+"""`logpipe.py NAME FOLDER`: one service's log, from a FIFO into files cut by size and age, compressed,
+keeping N.
 
-The writer never reopens anything and never knows. Bytes go FIFO -> newest file in order, and a file is only changed
-for the next between two lines, so no line is lost, doubled or torn by a rotation:
+The writer never reopens anything and never knows. Bytes go FIFO -> newest file in order, and a file is only
+changed for the next between two lines, so no line is lost, doubled or torn by a rotation:
 
     engine-000007-20261129T231117Z.log      being written; `engine.log` is a link to it
     engine-000006-20261128T231100Z.log.gz   earlier ones, each compressed beside and renamed when complete
 
-HUP rotates now, TERM writes out what is held and ends. The FIFO comes as file descriptor 3 from the socket unit, which
-keeps it open while this program restarts. When the disk is full, lines are counted and dropped, and the count is
-written as soon as there is room: an engine must never hang on its log.
+HUP rotates now, TERM writes out what is held and ends. The FIFO comes as file descriptor 3 from the socket
+unit, which keeps it open while this program restarts. When the disk is full, lines are counted and dropped,
+and the count is written as soon as there is room: an engine must never hang on its log.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ LONGEST_LINE = 1 << 20
 """A line longer than this is cut here: memory has a limit."""
 
 PARTIAL_S = 1.0
-"""How long the beginning of a line is held back (so that a secret is not torn) before it is written as it is."""
+"""How long the beginning of a line is held back (so that a secret is not torn) before it is written as it is.
+"""
 
 COMPRESS_WAIT_S = 20.0
 FILE_MODE = 0o640
@@ -64,7 +66,9 @@ def redact(data: bytes, secrets: Iterable[bytes]) -> bytes:
 
 
 class Log:
-    """A folder of log files: `write` whole lines, `rotate` between them. One writer at a time (a lock file holds it)."""
+    """A folder of log files: `write` whole lines, `rotate` between them. One writer at a time (a lock file
+    holds it).
+    """
 
     def __init__(self, folder: Path, size_bytes: int, age_s: float, keep: int) -> None:
         self.folder, self.size_bytes, self.age_s, self.keep = folder, size_bytes, age_s, keep
@@ -112,13 +116,17 @@ class Log:
             beside.replace(self.folder / LINK)
 
     def due(self, more: int = 0) -> bool:
-        """Is the newest file too old, or too large once `more` bytes are added? Not while it is empty or in mid-line."""
+        """Is the newest file too old, or too large once `more` bytes are added? Not while it is empty or in
+        mid-line.
+        """
         if self.size == 0 or not self.ends_line:
             return False
         return self.size + more > self.size_bytes or time.time() - self.opened >= self.age_s
 
     def rotate(self) -> bool:
-        """Begin a new file; the old one is compressed in the background. False: not now (in mid-line, or no room)."""
+        """Begin a new file; the old one is compressed in the background. False: not now (in mid-line, or no
+        room).
+        """
         if self.size == 0:
             return True
         if not self.ends_line:
@@ -269,7 +277,9 @@ class Pump:
         return bool(data)
 
     def between(self) -> None:
-        """What is due between two reads: an old unfinished line, a rotation that was asked for or has come of age."""
+        """What is due between two reads: an old unfinished line, a rotation that was asked for or has come of
+        age.
+        """
         if self.rest and time.monotonic() - self.since > PARTIAL_S:
             self.flush()
         if self.asked.cut:

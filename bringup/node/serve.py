@@ -1,9 +1,10 @@
-"""Start one engine under its unit: `serve.py NAME [--key HOW:NAME] -- ARGV...`, `--check NAME`, `--current NAME`.
+"""Start one engine under its unit: `serve.py NAME [--key HOW:NAME] -- ARGV...`, `--check NAME`, `--current
+NAME`.
 
-`--check` runs before the start, as root: it refuses, by name, what would make the start fail or do harm (port taken,
-GPUs held, model not ready, program missing), and notes which definition is about to start.
-Without an option it takes the API key from the unit's credentials and becomes the engine, so that no secret is in
-any argv. `--current` prints, as JSON, whether the running server was started from what is on the disk now.
+`--check` runs before the start, as root: it refuses, by name, what would make the start fail or do harm (port
+taken, GPUs held, model not ready, program missing), and notes which definition is about to start. Without an
+option it takes the API key from the unit's credentials and becomes the engine, so that no secret is in any
+argv. `--current` prints, as JSON, whether the running server was started from what is on the disk now.
 """
 
 from __future__ import annotations
@@ -246,8 +247,9 @@ def with_key(
 ) -> tuple[list[str], dict[str, str], bool]:
     """argv, environment and "in this process?" for an engine that takes its key as `how` says.
 
-    environment: a variable; file_flag: a flag with the credential's path; flag: a flag with the value, which is only
-    ever added to `sys.argv` inside the engine's own interpreter (third value True), never to an argv of the kernel.
+    environment: a variable; file_flag: a flag with the credential's path; flag: a flag with the value, which
+    is only ever added to `sys.argv` inside the engine's own interpreter (third value True), never to an argv
+    of the kernel.
     """
     path = Path(environment.get("CREDENTIALS_DIRECTORY", "/nonexistent")) / "api_key"
     try:
@@ -268,7 +270,9 @@ def with_key(
 
 
 def interpreter_of(program: str) -> list[str]:
-    """The Python that runs `program`: itself, or the one of its first line. Raises Refusal when it is no Python program."""
+    """The Python that runs `program`: itself, or the one of its first line. Raises Refusal when it is no
+    Python program.
+    """
     if Path(program).name.startswith("python"):
         return [program]
     with Path(program).open("rb") as file:

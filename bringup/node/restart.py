@@ -1,0 +1,353 @@
+"""`restart.py NAME`: restart one server of a group, politely, and only while no other one of the group is
+restarting.
+
+In order: wait while it is busy (at most `postpone_s`), get the group's lease from more than half of its nodes
+and a no from none, let requests in flight end (at most `drain_s`), restart (which waits for a real token and
+warms up), ask once more, give the lease back. A restart that fails is kept: this node then says no to the
+others, so that the group stops at its first failure. It needs no controller: if one dies that has called
+this, the restart ends by itself.
+
+Exit codes: 0 restarted, 4 failed, 8 refused (somebody else restarts, or nodes do not answer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bringup.node import common
+from bringup.node.common import NoAnswer, Refusal, say
+
+SETTINGS = Path("/etc/bringup/lease.json")
+RESTARTS = Path("/var/lib/bringup/restarts")
+DRAINING = common.RUN / "draining"
+
+DONE, FAILED, REFUSED = 0, 4, 8
+
+PEER_TIMEOUT_S = 5.0
+POLL_S = 1.0
+IDLE_LOOKS = 2
+"""So many looks in a row must find no request before a server counts as idle."""
+
+LEASE_POLL_S = 2.0
+MARGIN_S = 60.0
+VERIFY_TIMEOUT_S = 60.0
+HISTORY_LINES = 200
+UNANSWERED_LIMIT_S = 60.0
+"""How long nodes that do not answer are asked again before the restart is given up."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One node's answer to a call for the lease; `granted` None: it did not answer."""
+
+    node: str
+    granted: bool | None
+    why: str
+
+
+def call(address: str, port: int, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """POST to one node's lease listener. Raises NoAnswer."""
+    status, content = common.request(
+        {"address": address, "port": port}, "POST", path, body, timeout_s=PEER_TIMEOUT_S
+    )
+    try:
+        data = json.loads(content)
+    except ValueError:
+        raise NoAnswer("no JSON came back") from None
+    return status, data if isinstance(data, dict) else {}
+
+
+class Lease:
+    """The right to restart one group's server, held on this group's nodes."""
+
+    def __init__(self, settings: Mapping[str, Any], group: str, ttl_s: float) -> None:
+        self.name, self.port = settings["name"], int(settings["port"])
+        self.peers: Mapping[str, str] = settings["groups"][group]["peers"]
+        self.group, self.ttl_s, self.token = group, ttl_s, secrets.token_hex(16)
+
+    @property
+    def needed(self) -> int:
+        """More than half of the group's nodes: two such sets always share one, and that one grants once."""
+        return len(self.peers) // 2 + 1
+
+    def ask(self, node: str) -> Vote:
+        """One node's vote."""
+        body = {"group": self.group, "holder": self.name, "token": self.token, "ttl_s": self.ttl_s}
+        try:
+            status, data = call(self.peers[node], self.port, "/v1/lease", body)
+        except NoAnswer as error:
+            return Vote(node, None, str(error))
+        if status in (200, 409):
+            return Vote(node, status == 200, str(data.get("why", "")))
+        return Vote(node, None, f"status {status}: {data.get('why', '')}")
+
+    def round(self) -> list[Vote]:
+        """Votes in the nodes' order until one says no: the first node is everyone's first, so two never block
+        each other.
+        """
+        votes: list[Vote] = []
+        for node in sorted(self.peers):
+            votes.append(self.ask(node))
+            if votes[-1].granted is False:
+                break
+        return votes
+
+    def release(self) -> None:
+        """Give back every grant, as far as the nodes answer; the rest runs out by itself."""
+        for node in sorted(self.peers):
+            body = {"group": self.group, "holder": self.name, "token": self.token}
+            try:
+                call(self.peers[node], self.port, "/v1/release", body)
+            except NoAnswer:
+                continue
+
+    def take(self, wait_s: float, led: bool) -> None:
+        """Hold the lease, waiting at most `wait_s` for another holder. Raises Refusal.
+
+        `led`: a controller takes the group's nodes one by one, so nodes that do not answer are only named.
+        """
+        until = time.monotonic() + wait_s
+        unanswered_until = time.monotonic() + min(wait_s, UNANSWERED_LIMIT_S)
+        said = ""
+        while True:
+            votes = self.round()
+            no = next((vote for vote in votes if vote.granted is False), None)
+            silent = [vote for vote in votes if vote.granted is None]
+            enough = sum(vote.granted is True for vote in votes) >= self.needed
+            if no is None and (enough or led):
+                for vote in silent:
+                    say(f"{vote.node} does not answer ({vote.why}); going on without it")
+                return
+            self.release()
+            over = time.monotonic() >= (until if no else unanswered_until)
+            if no:
+                text = f"{no.node} says no: {no.why}"
+            else:
+                names = "; ".join(f"{vote.node}: {vote.why}" for vote in silent)
+                text = (
+                    f"{self.needed} of {len(self.peers)} nodes must agree, and these do not answer: {names}"
+                )
+            if over:
+                raise Refusal(
+                    "lease", f"{text}. Try again later, or restart this one server: systemctl restart"
+                )
+            if text != said:
+                say(f"waiting: {text}")
+                said = text
+            # Unequal pauses, so that two that wait do not ask in step for ever.
+            time.sleep(LEASE_POLL_S * (0.5 + secrets.randbelow(1000) / 1000))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Renew the grants in the background; at the end give them back."""
+        stop = threading.Event()
+
+        def renew() -> None:
+            while not stop.wait(self.ttl_s / 3):
+                for node in sorted(self.peers):
+                    self.ask(node)
+
+        thread = threading.Thread(target=renew, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(2 * PEER_TIMEOUT_S)
+            self.release()
+
+
+def wait_idle(
+    service: Mapping[str, Any], limit_s: float, key: str | None, look: Callable[..., int] = common.in_flight
+) -> int:
+    """Wait until no request runs or waits, at most `limit_s`; how many there were at the end (0: idle)."""
+    until, quiet, count = time.monotonic() + limit_s, 0, 0
+    while True:
+        count = look(service, key=key)
+        quiet = quiet + 1 if count == 0 else 0
+        if quiet >= IDLE_LOOKS or (count and time.monotonic() >= until):
+            return count
+        time.sleep(min(POLL_S, 0.2) if count == 0 else POLL_S)
+
+
+def settings_of(name: str, path: Path = SETTINGS) -> tuple[dict[str, Any], str | None]:
+    """The node's lease settings and the group of service `name`; None: it is in no group."""
+    settings = common.read_json(path)
+    for group, service in (settings.get("groups") or {}).items():
+        if service["name"] == name:
+            return settings, group
+    return settings, None
+
+
+def restart_unit(service: Mapping[str, Any]) -> None:
+    """`systemctl restart`, which ends when a real token has come. Raises NoAnswer with the reason."""
+    unit = f"{service['unit']}.service"
+    limit = 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + 4 * MARGIN_S
+    common.run(["systemctl", "reset-failed", unit])
+    code, _, err = common.run(["systemctl", "restart", unit], timeout_s=limit)
+    if code != 0:
+        kept = common.read_json(common.STARTS / f"{service['unit']}.json")
+        said = [line for line in err.splitlines() if line.strip()] or [f"systemctl ended with {code}"]
+        raise NoAnswer(str(kept.get("why") or said[0]))
+
+
+def verify(service: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    """The new server is up, from a new start, and answers once more. Raises NoAnswer."""
+    shown = common.unit_state(f"{service['unit']}.service", ("ActiveState", "InvocationID"))
+    kept = common.read_json(common.STARTS / f"{service['unit']}.json")
+    if shown["ActiveState"] != "active":
+        raise NoAnswer(f"the unit is {shown['ActiveState']}")
+    if kept.get("invocation") != shown["InvocationID"]:
+        raise NoAnswer("the unit has been started again meanwhile")
+    common.ask(service, "Say one word.", 4, timeout_s=VERIFY_TIMEOUT_S, key=key)
+    return kept
+
+
+@contextmanager
+def draining(name: str) -> Iterator[None]:
+    """A mark that gateways may look at (`/v1/state` of the lease listener shows it)."""
+    mark = DRAINING / name
+    DRAINING.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def keep(service: Mapping[str, Any], result: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    """Keep the last restart's record, and a short history beside it; the record."""
+    record = {"schema_version": 1, "service": service["name"], "at": common.utc(), "reason": reason, **result}
+    common.write_json(RESTARTS / f"{service['unit']}.json", record)
+    history = RESTARTS / f"{service['unit']}.history.jsonl"
+    try:
+        rows = history.read_text(encoding="utf-8").splitlines()[-HISTORY_LINES + 1 :]
+    except OSError:
+        rows = []
+    history.write_text("\n".join([*rows, json.dumps(record, sort_keys=True)]) + "\n", encoding="utf-8")
+    return record
+
+
+def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The whole restart; its record, with outcome "done" or "failed". Raises Refusal when nothing was done."""
+    key, began = common.key_of(service), time.monotonic()
+    settings, group = settings_of(service["name"])
+    state = common.unit_state(f"{service['unit']}.service", ("ActiveState",))["ActiveState"]
+    postponed = 0.0
+    if state == "active" and not options.now:
+        busy = wait_idle(service, float(service["postpone_s"]), key)
+        postponed = time.monotonic() - began
+        if busy:
+            say(f"still {busy} requests after {postponed:.0f} s: it is restarted all the same")
+    with lease(settings, group, service, options):
+        result: dict[str, Any] = {"postponed_s": round(postponed, 1)}
+        try:
+            with draining(service["name"]):
+                cut = wait_idle(service, float(service["drain_s"]), key) if state == "active" else 0
+                if cut:
+                    say(f"{cut} requests did not end within {service['drain_s']} s and are cut off")
+                restart_unit(service)
+            kept = verify(service, key)
+            start = {name: kept.get(name) for name in ("seconds", "phases", "answer", "model", "address")}
+            result.update(outcome="done", why="", cut_requests=cut, start=start)
+        except NoAnswer as error:
+            result.update(outcome="failed", why=str(error))
+        result["seconds"] = round(time.monotonic() - began, 1)
+        # Kept before the lease is given back: nobody may come in between a failure and its mark.
+        return keep(service, result, options.reason)
+
+
+@contextmanager
+def lease(
+    settings: Mapping[str, Any], group: str | None, service: Mapping[str, Any], options: argparse.Namespace
+) -> Iterator[None]:
+    """The group's lease, held and renewed; nothing for a server that is alone, or when told so."""
+    if group is None or options.alone:
+        yield
+        return
+    longest = (
+        2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + float(service["drain_s"])
+    )
+    held = Lease(settings, group, longest + MARGIN_S)
+    held.take(options.wait_s if options.wait_s is not None else float(service["postpone_s"]), options.led)
+    with held.kept():
+        yield
+
+
+@contextmanager
+def only_one(name: str) -> Iterator[None]:
+    """One restart of a service on this node at a time. Raises Refusal."""
+    common.RUN.mkdir(parents=True, exist_ok=True)
+    with (common.RUN / f"restart-{name}.lock").open("w", encoding="ascii") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refusal("already", f"{name} is already being restarted on this node") from None
+        yield
+
+
+def run(options: argparse.Namespace) -> int:
+    """One restart from the command line; its outcome is said, and is the exit code."""
+    record: dict[str, Any]
+    try:
+        service = common.load(options.name)
+        with only_one(options.name):
+            record = restart(service, options)
+    except Refusal as refusal:
+        record = {"schema_version": 1, "service": options.name, "outcome": "refused", "why": str(refusal)}
+    if record["outcome"] == "done":
+        say(f"restarted {options.name} in {record['seconds']} s")
+    elif record["outcome"] == "refused":
+        say(f"not restarted: {record['why']}")
+    else:
+        say(
+            f"the restart failed: {record['why']}. Other nodes of its group wait until this server is up again"
+        )
+    if options.json:
+        print(json.dumps(record))
+    return {"done": DONE, "refused": REFUSED}.get(record["outcome"], FAILED)
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="restart.py", description="restart one server of a group, politely")
+    parser.add_argument("name")
+    parser.add_argument(
+        "--now", action="store_true", help="do not wait for a quiet moment (requests in flight may still end)"
+    )
+    parser.add_argument("--alone", action="store_true", help="ask no other node")
+    parser.add_argument(
+        "--led",
+        action="store_true",
+        help="a controller takes the nodes one by one: silent nodes do not stop it",
+    )
+    parser.add_argument(
+        "--wait-s", type=float, help="seconds to wait for another node's restart (default: postpone_s)"
+    )
+    parser.add_argument("--reason", default="schedule")
+    parser.add_argument("--json", action="store_true", help="print the record")
+
+    def on_term(number: int, frame: FrameType | None) -> None:
+        # Leaves through every `finally`: the lease is given back.
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, on_term)
+    os.umask(0o022)
+    return run(parser.parse_args(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
