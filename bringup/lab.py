@@ -62,7 +62,14 @@ INOTIFY_INSTANCES = 8192
 SOCKET_PATH_LIMIT = 100
 """A Unix socket's path has at most 107 bytes on Linux."""
 
-PACKAGES = ("docker.io", "iptables", "mmdebstrap", "openssh-client")
+PACKAGE_OF: Mapping[str, str] = {
+    "dockerd": "docker.io",
+    "iptables": "iptables",
+    "ip": "iproute2",
+    "mmdebstrap": "mmdebstrap",
+    "ssh-keygen": "openssh-client",
+}
+"""What starting an engine and making an image takes: a program and the distribution's package that has it."""
 
 Say = Callable[[str], None]
 
@@ -437,25 +444,21 @@ def _start_engine(say: Say) -> Engine:
 
 
 def _install(say: Say) -> None:
-    missing = (
-        [word for word in PACKAGES if _completed(["dpkg", "-s", word], 30).returncode] if _has_apt() else []
-    )
-    # Newer releases ship the client apart, and a user beside root gets at the socket through an ACL.
-    if _has_apt() and not shutil.which("docker") and "docker.io" not in missing:
-        missing.append("docker.io")
-    if not _has_apt() and not shutil.which("dockerd"):
-        raise LabError(
-            Problem(
-                "Docker",
-                "no engine answers, and this is not a Debian or Ubuntu machine",
-                "Install and start Docker.",
-            )
-        )
-    if not missing:
-        return
-    extra = [word for word in ("docker-cli", "debian-archive-keyring") if _known_to_apt(word)]
-    extra += ["acl"] if os.geteuid() else []
-    _apt([*missing, *extra], say)
+    missing = [package for program, package in PACKAGE_OF.items() if not _program(program)]
+    if missing and not _has_apt():
+        what = "no engine answers, and this is not a Debian or Ubuntu machine"
+        raise LabError(Problem("Docker", what, "Install Docker and start it, then run this again."))
+    # Newer releases ship the client apart; a user beside root gets at the socket through an ACL.
+    optional = ["debian-archive-keyring", *([] if _program("docker") else ["docker-cli"])]
+    if os.geteuid() and not _program("setfacl"):
+        missing.append("acl")
+    if missing:
+        _apt(missing, say, optional)
+
+
+def _program(name: str) -> str | None:
+    """Its path; also where a user beside root does not look."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def _has_apt() -> bool:
@@ -467,13 +470,15 @@ def _known_to_apt(package: str) -> bool:
     return "Candidate:" in shown and "Candidate: (none)" not in shown
 
 
-def _apt(packages: Sequence[str], say: Say) -> None:
+def _apt(packages: Sequence[str], say: Say, optional: Sequence[str] = ()) -> None:
+    """Installs `packages`, and those of `optional` that this release has."""
     log = LAB / "apt.log"
     say(f"installing {', '.join(packages)} with apt (about half a minute)")
     base = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", "DPkg::Lock::Timeout=300"]
     _long(_as_root([*base, "update", "-qq"]), "apt-get update", APT_LIMIT_S, log, say)
+    chosen = [*packages, *(word for word in optional if _known_to_apt(word))]
     _long(
-        _as_root([*base, "install", "-y", "-qq", "--no-install-recommends", *packages]),
+        _as_root([*base, "install", "-y", "-qq", "--no-install-recommends", *chosen]),
         "apt-get install", APT_LIMIT_S, log, say,
     )  # fmt: skip
 
@@ -495,7 +500,7 @@ def _wait_for_service(say: Say) -> Engine:
 
 def _open_socket(path: Path) -> None:
     """Lets this user (who has sudo) talk to the engine now, without a new login for a new group."""
-    if os.geteuid() and path.exists() and not os.access(path, os.W_OK) and shutil.which("setfacl"):
+    if os.geteuid() and path.exists() and not os.access(path, os.W_OK) and _program("setfacl"):
         _completed(_as_root(["setfacl", "-m", f"u:{os.geteuid()}:rw", str(path)]), 30)
 
 
@@ -569,7 +574,7 @@ def _runs(pid_file: Path, program: str) -> bool:
 
 def _remove_bridges() -> None:
     """Removes a bridge that holds the lab's gateway address and that no living engine knows."""
-    if not shutil.which("ip"):
+    if not _program("ip"):
         return
     listed = _completed(["ip", "-json", "address", "show", "to", f"{SUBNET}.1/32"], 30).stdout or "[]"
     for name in (str(item.get("ifname", "")) for item in json.loads(listed)):
@@ -650,15 +655,9 @@ def _make_image(engine: Engine, tag: str, arch: str, suite: str, say: Say) -> No
     if not archive.exists():
         for old in archive.parent.glob(f"bringup-node-{suite}-{arch}-*"):
             old.unlink()
-        if not shutil.which("mmdebstrap") and _has_apt():
-            _apt(
-                [
-                    "mmdebstrap",
-                    *(["debian-archive-keyring"] if _known_to_apt("debian-archive-keyring") else []),
-                ],
-                say,
-            )
-        if not shutil.which("mmdebstrap"):
+        if not _program("mmdebstrap") and _has_apt():
+            _apt(["mmdebstrap"], say, ["debian-archive-keyring"])
+        if not _program("mmdebstrap"):
             _build_from_registry(engine, tag, arch, suite, say)
             return
         _bootstrap(archive, tag, arch, suite, say)
@@ -759,7 +758,7 @@ def _ensure_emulation(say: Say) -> None:
     """qemu-user for arm64 on amd64; C makes sudo work, F makes it work inside containers."""
     mounted = Path("/proc/sys/fs/binfmt_misc")
     rule = Path("/usr/lib/binfmt.d/qemu-aarch64.conf")
-    if _has_apt() and not (rule.exists() and shutil.which("arch-test")):
+    if _has_apt() and not (rule.exists() and _program("arch-test")):
         _apt(["qemu-user-static", "arch-test"], say)
     if not (mounted / "register").exists():
         _output(_as_root(["mount", "-t", "binfmt_misc", "binfmt_misc", str(mounted)]))
