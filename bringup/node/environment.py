@@ -8,7 +8,6 @@ which the next build removes. Downloads are kept between builds, so nothing is f
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -17,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .files import locked, read_text, write_atomic
 
 MANIFEST = "bringup-environment.json"
 NAME_FILE = ".bringup-name"
@@ -143,7 +144,7 @@ def in_use(
     prefixes: Sequence[Path], proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")
 ) -> set[Path]:
     """Which of the environments a process runs from (its files are mapped) or a unit names."""
-    texts = [_read(path) for path in units.glob("*.service")] if prefixes else []
+    texts = [read_text(path) for path in units.glob("*.service")] if prefixes else []
     named = {prefix for prefix in prefixes if any(f"{prefix}/" in text for text in texts)}
     return named | set(users(prefixes, proc))
 
@@ -153,18 +154,11 @@ def users(prefixes: Sequence[Path], proc: Path = Path("/proc")) -> dict[Path, li
     found: dict[Path, list[int]] = {}
     for folder in proc.iterdir() if prefixes else ():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
-            text = _read(folder / "cmdline").replace("\0", " ") + _read(folder / "maps")
+            text = read_text(folder / "cmdline").replace("\0", " ") + read_text(folder / "maps")
             for prefix in prefixes:
                 if f"{prefix}/" in text:
                     found.setdefault(prefix, []).append(int(folder.name))
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # --- making -------------------------------------------------------------------------------------------------
@@ -178,7 +172,7 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
     """
     if check_only:
         return _outcome(wanted, not is_ready(wanted), not is_linked(wanted), superseded(wanted))
-    with locked(Path(wanted.prefix).parent / f".{wanted.name}.lock"):
+    with locked(Path(wanted.prefix).parent / f".{wanted.name}.lock", LOCK_LIMIT_S):
         built = not is_ready(wanted)
         if built:
             build(wanted)
@@ -301,34 +295,6 @@ def remove(path: Path) -> None:
         with suppress(FileNotFoundError):
             (path / MANIFEST).unlink()
         shutil.rmtree(path)
-
-
-def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
-    """Writes a file beside its place, to the disk, and renames it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.chmod(mode)
-    beside.replace(path)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, waiting at most LOCK_LIMIT_S for another holder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        end = time.monotonic() + LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise EnvironmentFailed(f"another build has held {path} for {LOCK_LIMIT_S} s.") from None
-                time.sleep(0.5)
-        yield
 
 
 # --- commands with a log ------------------------------------------------------------------------------------

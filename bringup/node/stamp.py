@@ -7,12 +7,13 @@ it is written by every run and is no change, or else no second run could ever sa
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .files import read_text, write_atomic
 
 SCHEMA_VERSION = 1
 STAMP = re.compile(r"\d{8}T\d{6}Z-.*\.json")
@@ -35,26 +36,6 @@ def old_stamps(names: list[str], keep: int) -> list[str]:
     return ours[: max(len(ours) - keep, 0)]
 
 
-def read(path: Path) -> str:
-    """A file's text, "" when it is not there."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
-
-
-def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
-    """Writes a file beside its place, to the disk, and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.chmod(mode)
-    beside.replace(path)
-
-
 def ensure(
     plan_file: Path,
     runs: Path,
@@ -68,7 +49,7 @@ def ensure(
 
     `run`: `id`, `by`, `commit`, `controller`, `plan` (digest); what is "" stays so.
     """
-    before, after = read(plan_file), plan_text(summary)
+    before, after = read_text(plan_file), plan_text(summary)
     answer = {"changed": before != after, "before": before, "after": after, "stamp": ""}
     if check_only:
         return answer

@@ -112,9 +112,11 @@ def main() -> None:
         answer = (
             store.look(model, deep) if module.check_mode else store.ensure(model, access, deep, login_uid())
         )
-    except (store.StoreFailed, OSError, TimeoutError) as error:
+    except (store.StoreFailed, OSError) as error:
         module.fail_json(msg=str(error))
-    diff = {"before": answer["faults"], "after": {}} if answer["faults"] else {}
+    before = "".join(f"{path} {text}\n" for path, text in answer["faults"].items())
+    after = "".join(f"{path} is as the lock says\n" for path in answer["faults"])
+    diff = {"before": before, "after": after} if before else {}
     module.exit_json(**answer, diff=diff)
 
 
