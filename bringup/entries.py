@@ -43,6 +43,22 @@ def _mapping(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
     return result
 
 
+class Vaulted(str):
+    """A value encrypted by Ansible vault: it stays closed here, and Ansible opens it on the way to a node."""
+
+    __slots__ = ()
+
+
+def _vaulted(loader: Any, node: Any) -> Vaulted:
+    return Vaulted(loader.construct_scalar(node))
+
+
+def _unsafe(loader: Any, node: Any) -> str:
+    return str(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("!vault", _vaulted)
+_Loader.add_constructor("!unsafe", _unsafe)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
