@@ -1,8 +1,8 @@
-"""Reading `inventories/<name>/` as Ansible would merge it, without Ansible: fast, offline, every problem at once.
+"""Reads `inventories/<name>/` as Ansible merges it, without Ansible: fast, offline, all problems at once.
 
-Read are `hosts.yml` (groups, children, vars, host ranges such as `node[01:08]`), `group_vars/` and `host_vars/`
-(a file or a folder of files each). Values encrypted by vault stay closed (`entries.Vaulted`), and files that are
-encrypted whole are left out: what they hold is named `vault_*` and no plan needs it.
+Read are `hosts.yml` (groups, children, vars, host ranges such as `node[01:08]`), `group_vars/` and
+`host_vars/` (a file or a folder of files). Values encrypted by vault stay closed (`entries.Vaulted`), and
+files that are encrypted whole are left out: what they hold is named `vault_*` and no plan needs it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def folder_of(name: str) -> Path:
             Problem(
                 str(found),
                 "no hosts.yml",
-                "Write one: the hosts and how to reach them (see inventories/lab).",
+                "Write one: hosts and how to reach them (see inventories/lab).",
             )
         )
     what, remedy = unknown("inventory", name, known())
@@ -92,9 +92,7 @@ def read(name: str) -> Inventory:
     members = _members(groups)
     problems += _strangers(files, groups, members, folder.name)
     if not members and not problems:
-        problems.append(
-            Problem(f"{folder.name}/hosts.yml", "names no host", "Add at least one under all.hosts.")
-        )
+        problems.append(Problem(f"{folder.name}/hosts.yml", "names no host", "Add one under all.hosts."))
     if problems:
         raise UsageError(problems)
     hosts = tuple(_merge(host, groups, files) for host in members)
@@ -235,8 +233,8 @@ def _merge(
         merged.update(groups[group].inline)
     for group in chain:
         merged.update(files["group_vars"].get(group, {}))
-    for group in groups.values():
-        merged.update(group.hosts.get(host, {}))
+    for member_of in groups.values():
+        merged.update(member_of.hosts.get(host, {}))
     merged.update(files["host_vars"].get(host, {}))
     return Host(host, tuple(name for name in chain if name != "all"), merged)
 
