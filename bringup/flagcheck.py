@@ -214,10 +214,11 @@ def model_facts(model: str | None) -> ModelFacts:
     """What a model's name or path says about it; facts of models that are not known stay None."""
     if model is None:
         return ModelFacts()
+    facts: dict[str, Any] = {}
     for entry in _known()["models"]:
         if re.search(entry["match"], model, re.IGNORECASE):
-            return ModelFacts(name=model, **entry["facts"])
-    return ModelFacts(name=model)
+            facts.update(entry["facts"])
+    return ModelFacts(name=model, **facts)
 
 
 def renew(engine: str, version: str | None = None, wheel: Path | None = None) -> Path:

@@ -283,8 +283,9 @@ def _sglang_defaults(folder: Folder, records: Iterable[tuple[ast.ClassDef, Modul
 def _sglang_call(call: _Call, folder: Folder, module: Module, defaults: dict[str, Any]) -> Flag:
     flag = _from_call(call, folder, module)
     text = ast.unparse(call.keywords["default"]) if "default" in call.keywords else ""
-    if re.match(r"(ServerArgs\.|_declared_default\()", text):
-        return replace(flag, default=defaults.get(flag.dest))
+    found = re.fullmatch(r"(?:ServerArgs\.|_declared_default\(['\"])(\w+)(?:['\"]\))?", text)
+    if found:
+        return replace(flag, default=defaults.get(found[1]))
     return flag
 
 
@@ -463,7 +464,7 @@ class _Types:
     literal: tuple[Any, ...] | None
     element: str
     length: int | None
-    record: bool
+    record: tuple[str, ...] | None
 
 
 _HUMAN_INTS = frozenset(
@@ -509,6 +510,19 @@ class _Vllm:
                     )
         return found
 
+    def _keys(self, cls: ast.ClassDef, module: Module) -> tuple[str, ...]:
+        """What a JSON value for a config class may hold: its fields and what only its constructor takes."""
+        found: dict[str, None] = {}
+        for base in cls.bases:
+            parent, home = self.folder.lookup(ast.unparse(base).split("[")[0], module)
+            if isinstance(parent, ast.ClassDef):
+                found.update(dict.fromkeys(self._keys(parent, home)))
+        for item in cls.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                if not ast.unparse(item.annotation).startswith("ClassVar"):
+                    found[item.target.id] = None
+        return tuple(found)
+
     def _field(self, item: ast.AnnAssign, name: str, doc: str, module: Module) -> Flag:
         types = self._types(item.annotation, module)
         kind, nargs, choices, opened = _shape(types, name)
@@ -521,12 +535,13 @@ class _Vllm:
             open_choices=opened,
             optional="None" in types.heads and "bool" not in types.heads,
             default=_plain(self.folder.value(item.value, module)),
+            keys=types.record or (),
             help=_first_line(doc),
         )
 
     def _types(self, node: ast.AST, module: Module) -> _Types:
         heads: set[str] = set()
-        record = False
+        record: tuple[str, ...] | None = None
         element, length = "str", None
         for part, home in self._members(node, module, 0):
             if isinstance(part, ast.Subscript):
@@ -539,8 +554,9 @@ class _Vllm:
             else:
                 head = ast.unparse(part).split(".")[-1]
             if isinstance(part, ast.Name):
-                cls = self.folder.lookup(part.id, home)[0]
-                record = record or (isinstance(cls, ast.ClassDef) and _is_record(cls))
+                cls, place = self.folder.lookup(part.id, home)
+                if record is None and isinstance(cls, ast.ClassDef) and _is_record(cls):
+                    record = self._keys(cls, place)
                 head = "dict" if isinstance(cls, ast.ClassDef) and _is_dict(cls) else head
             heads.add(head)
         literal = self.folder.literals(node, module)
@@ -603,7 +619,7 @@ def _doc(body: list[ast.stmt], position: int) -> str:
 def _shape(types: _Types, name: str) -> tuple[str, int | str | None, tuple[Any, ...] | None, bool]:
     """(kind, nargs, choices, open) in the order of get_kwargs (vllm/engine/arg_utils.py)."""
     heads = types.heads
-    if types.record:
+    if types.record is not None:
         return "json", None, None, False
     if heads == {"bool", "str", "None"}:
         return "str", "?", None, False
@@ -787,6 +803,10 @@ def _vllm_calls(reader: _Vllm, function: ast.AST, module: Module) -> list[Flag]:
         name, value = node.targets[0].id, node.value
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("get_kwargs") and value.args:
             owner[name] = ast.unparse(value.args[0])
+        elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Call):
+            if ast.unparse(value.value.func).endswith("get_kwargs") and value.value.args:
+                owner[name] = ast.unparse(value.value.args[0])
+                alias[name] = (name, str(reader.folder.value(value.slice, module)))
         elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
             alias[name] = (value.value.id, str(reader.folder.value(value.slice, module)))
     changes = list(_changes(function))

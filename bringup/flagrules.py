@@ -74,6 +74,15 @@ class When(Entry):
         return lines
 
 
+class Example(Entry):
+    """A launch line in which the rule speaks, on a version with a flag table; `silent` one in which it does not."""
+
+    line: str
+    version: str
+    gpu: str | None = None
+    silent: str | None = None
+
+
 class Rule(Entry):
     """One known behaviour. It speaks when one of `flags` or `env` is given (or, with neither, always) and
     `when` holds.
@@ -93,6 +102,7 @@ class Rule(Entry):
     instead: str = ""
     source: str
     evidence: Literal["run", "read", "published"]
+    example: Example
 
     @model_validator(mode="after")
     def _complete(self) -> Rule:
@@ -145,32 +155,31 @@ class Hit:
 
 def hits(rules: Iterable[Rule], version: str, settings: Settings) -> list[Hit]:
     """Every rule that speaks about these settings."""
-    found = [_judge(rule, version, settings) for rule in rules]
-    return [hit for hit in found if hit is not None]
+    return [hit for rule in rules for hit in _judge(rule, version, settings)]
 
 
-def _judge(rule: Rule, version: str, settings: Settings) -> Hit | None:
-    found = _trigger(rule, settings)
-    if found is None or not _in_version(rule.when.version, version):
-        return None
+def _judge(rule: Rule, version: str, settings: Settings) -> list[Hit]:
+    found = _triggers(rule, settings)
+    if not found or not _in_version(rule.when.version, version):
+        return []
     unknown: list[str] = []
     if not _holds(rule.when, settings, unknown):
-        return None
-    about, flag = found
-    return Hit(rule, about, _texts(rule, about, flag, settings), tuple(unknown))
+        return []
+    return [
+        Hit(rule, spelled, _texts(rule, spelled, flag, settings), tuple(dict.fromkeys(unknown)))
+        for spelled, flag in found.items()
+    ]
 
 
-def _trigger(rule: Rule, settings: Settings) -> tuple[str, str] | None:
-    """(as spelled, as the rule calls it) of what the rule speaks about; None when it has nothing to say."""
+def _triggers(rule: Rule, settings: Settings) -> dict[str, str]:
+    """As spelled to as the rule calls it: what the rule speaks about; empty when it has nothing to say."""
     if not rule.flags and not rule.env:
         if rule.when.given:
-            return rule.when.given[0], rule.when.given[0]
-        return (rule.when.absent[0], rule.when.absent[0]) if settings.context.complete else None
-    for flag in rule.flags:
-        spelled = settings.spelled(flag)
-        if spelled is not None:
-            return spelled, flag
-    return next(((name, name) for name in rule.env if name in settings.env), None)
+            return {rule.when.given[0]: rule.when.given[0]}
+        return {rule.when.absent[0]: rule.when.absent[0]} if settings.context.complete else {}
+    found = {settings.spelled(flag): flag for flag in rule.flags}
+    named = {spelled: flag for spelled, flag in found.items() if spelled is not None}
+    return named or {name: name for name in rule.env if name in settings.env}
 
 
 @lru_cache(maxsize=512)
@@ -190,7 +199,7 @@ def _holds(when: When, settings: Settings, unknown: list[str]) -> bool:
     return (
         _gpu(when, settings, unknown)
         and _platform(when, settings)
-        and all(_value_in(settings, flag, wanted) for flag, wanted in when.values.items())
+        and all(_valued(settings, flag, wanted, unknown) for flag, wanted in when.values.items())
         and not any(_value_in(settings, flag, wanted) for flag, wanted in when.other_values.items())
         and all(settings.spelled(flag) is not None for flag in when.given)
         and all(settings.spelled(flag) is None for flag in when.absent)
@@ -234,6 +243,15 @@ def _words(wanted: bool | str | list[str]) -> str:
 def _value_in(settings: Settings, flag: str, wanted: list[str]) -> bool:
     value = settings.value(flag)
     return value is not None and (not wanted or any(word in wanted for word in value))
+
+
+def _valued(settings: Settings, flag: str, wanted: list[str], unknown: list[str]) -> bool:
+    """Whether a flag has one of the values. In a mere list of flags, its default is only likely."""
+    if not _value_in(settings, flag, wanted):
+        return False
+    if not settings.context.complete and not settings.given(flag):
+        unknown.append(f"{flag} is {' or '.join(wanted)}")
+    return True
 
 
 def _env_in(settings: Settings, name: str, wanted: list[str]) -> bool:

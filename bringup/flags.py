@@ -154,6 +154,10 @@ class Settings:
             return None
         return None if words == ("false",) and used is not None and used.kind == "bool" else spelled
 
+    def given(self, flag: str) -> bool:
+        """Whether a flag's value is on the command line, rather than its default."""
+        return self._key(flag) in self._given
+
     def value(self, flag: str) -> tuple[str, ...] | None:
         """A flag's words: as given, else its default in this version; None when there is neither."""
         found = self._given.get(self._key(flag))
@@ -198,13 +202,17 @@ def load_table(engine: str, version: str) -> FlagTable:
 def check(
     table: FlagTable, argv: Sequence[str], env: Mapping[str, str], context: FlagContext
 ) -> list[Finding]:
-    """Everything to say about a launch, worst first. `argv`: the words after module and positional model."""
+    """Everything to say about a launch, worst first. `argv`: the words after module and positional model.
+
+    A rule that rests on a fact that is not known (GPU, model) speaks one step milder and says what it rests on; a
+    note that does is left out.
+    """
     from bringup import flagrules
 
     parsed = parse(table, argv)
     settings = Settings(table, parsed, env, context)
     ruled = flagrules.hits(flagrules.load(table.engine), table.version, settings)
-    found = [_of_rule(hit) for hit in ruled]
+    found = [_of_rule(hit) for hit in ruled if not (hit.unless and hit.rule.severity == "note")]
     spoken = {(finding.flag, finding.code) for finding in found}
     silent = {finding.flag for finding in found if finding.code in _RULE_EXPLAINS}
     found += [
@@ -219,6 +227,11 @@ def check(
         if finding.flag not in {hit.flag for hit in ruled}
     ]
     return sorted(found, key=lambda finding: (_RANK[finding.severity], finding.flag, finding.code))
+
+
+def parser_findings(table: FlagTable, argv: Sequence[str], context: FlagContext) -> list[Finding]:
+    """What the engine's parser alone would say, without rules."""
+    return list(_parser_findings(table, parse(table, argv), context))
 
 
 _RULE_EXPLAINS = frozenset(
@@ -397,7 +410,10 @@ def _of_values(item: Given, flag: Flag, context: FlagContext, source: str) -> It
     if problem:
         yield Finding("FLAG_VALUE", "error", item.spelled, problem, "", _form(flag), source)
         return
-    if item.key or item.negated:
+    if item.negated:
+        return
+    yield from _of_keys(item, flag, source)
+    if item.key:
         return
     for word in item.words:
         if context.shell and is_variable(word):
@@ -410,6 +426,26 @@ def _of_values(item: Given, flag: Flag, context: FlagContext, source: str) -> It
             yield Finding("FLAG_TYPE", "error", item.spelled, what, _help(flag), "", source)
         elif wrong_choice(flag, word):
             yield _bad_choice(item, flag, word, source)
+
+
+def _of_keys(item: Given, flag: Flag, source: str) -> Iterator[Finding]:
+    """Keys of a JSON value or of a dotted flag that its configuration does not have."""
+    if not flag.keys:
+        return
+    keys = [item.key.split(".")[0]] if item.key else [key for word in item.words for key in _json_keys(word)]
+    for key in keys:
+        if key not in flag.keys:
+            what = f'has no key "{key}"'
+            hint = did_you_mean(key, flag.keys) or f"Keys: {', '.join(flag.keys)}."
+            yield Finding("FLAG_VALUE", "error", item.spelled, what, "the value is refused", hint, source)
+
+
+def _json_keys(word: str) -> list[str]:
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return []
+    return list(value) if isinstance(value, dict) else []
 
 
 def _count_problem(item: Given, flag: Flag) -> str:

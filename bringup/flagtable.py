@@ -35,7 +35,8 @@ class Flag:
 
     `nargs` is argparse's: None (one value), 0, a number, "?", "*" or "+". `open_choices` says that `choices`
     are the known values but others are let through by the parser. `optional`: "None" and "" mean unset.
-    `refused` is the parser's own refusal; `use` its pointer to a replacement.
+    `keys` are the fields of a JSON value, when no others are let through. `refused` is the parser's own refusal;
+    `use` its pointer to a replacement.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class Flag:
     repeat: bool = False
     negatives: tuple[str, ...] = ()
     deprecated: bool = False
+    keys: tuple[str, ...] = ()
     refused: str = ""
     use: str = ""
     help: str = ""
@@ -128,12 +130,12 @@ def tables(folder: Path | None = None) -> dict[str, list[str]]:
     """Engine to the versions with a table, oldest first."""
     found: dict[str, list[str]] = {}
     for path in (folder or FOLDER).glob("*.json"):
-        engine, version = _split(path.stem)
+        engine, version = split_name(path.stem)
         found.setdefault(engine, []).append(version)
     return {engine: sorted(found[engine], key=version_key) for engine in sorted(found)}
 
 
-def _split(stem: str) -> tuple[str, str]:
+def split_name(stem: str) -> tuple[str, str]:
     """`llama-server-2026.10` is engine `llama-server`: the version starts at the first part with a digit."""
     parts = stem.split("-")
     cut = next((i for i, part in enumerate(parts) if part[:1].isdigit()), len(parts))
@@ -172,7 +174,7 @@ def _no_table(engine: str, version: str, folder: Path | None) -> Problem:
 
 
 _FLAG_FIELDS = {item.name: item for item in fields(Flag)}
-_TUPLES = ("names", "choices", "negatives")
+_TUPLES = ("names", "choices", "negatives", "keys")
 
 
 def from_json(data: Mapping[str, Any], where: str = "") -> FlagTable:

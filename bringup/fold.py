@@ -73,9 +73,11 @@ class Module:
     """The top level of one module: what each name is bound to, and where imported names come from."""
 
     dotted: str
+    is_package: bool = False
     body: list[ast.stmt] = field(default_factory=list)
     bound: dict[str, ast.AST] = field(default_factory=dict)
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
@@ -100,8 +102,10 @@ def _bind(module: Module, statement: ast.stmt, weak: bool = False) -> None:
     elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
         put(statement.name, statement)
     elif isinstance(statement, ast.ImportFrom) and statement.module:
-        origin = _absolute(module.dotted, statement)
+        origin = _absolute(module, statement)
         for alias in statement.names:
+            if alias.name == "*":
+                module.stars.append(origin)
             module.imports.setdefault(alias.asname or alias.name, (origin, alias.name))
     elif isinstance(statement, ast.If):
         for inner in (*statement.body, *statement.orelse):
@@ -111,10 +115,12 @@ def _bind(module: Module, statement: ast.stmt, weak: bool = False) -> None:
             _bind(module, inner, weak=True)
 
 
-def _absolute(dotted: str, statement: ast.ImportFrom) -> str:
+def _absolute(module: Module, statement: ast.ImportFrom) -> str:
     if not statement.level:
         return statement.module or ""
-    return ".".join([*dotted.split(".")[: -statement.level], statement.module or ""])
+    parts = module.dotted.split(".")
+    up = statement.level - module.is_package
+    return ".".join([*parts[: len(parts) - up], statement.module or ""])
 
 
 class Folder:
@@ -131,6 +137,7 @@ class Folder:
             base = dotted.replace(".", "/")
             name = next((n for n in (f"{base}.py", f"{base}/__init__.py") if n in self.source.names), None)
             if name is not None:
+                module.is_package = name.endswith("__init__.py")
                 module.body = ast.parse(self.source.read(name)).body
                 for statement in module.body:
                     _bind(module, statement)
@@ -144,6 +151,11 @@ class Folder:
             origin, original = module.imports[name]
             if origin.split(".")[0] == self.package:
                 return self.lookup(original, self.module(origin), depth + 1)
+        for origin in module.stars if depth < DEPTH_LIMIT else ():
+            if origin.split(".")[0] == self.package:
+                found, home = self.lookup(name, self.module(origin), depth + 1)
+                if found is not None:
+                    return found, home
         return None, module
 
     def value(
@@ -243,7 +255,7 @@ class Folder:
 
     def _returned(self, function: ast.FunctionDef, module: Module, depth: int) -> Any:
         """What a function without arguments returns last, its own imports included."""
-        view = Module(module.dotted, [], dict(module.bound), dict(module.imports))
+        view = Module(module.dotted, module.is_package, [], dict(module.bound), dict(module.imports))
         for statement in function.body:
             if isinstance(statement, ast.ImportFrom):
                 _bind(view, statement)

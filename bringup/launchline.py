@@ -132,7 +132,8 @@ def _bare(words: Iterable[_Word], env: Mapping[str, str]) -> LaunchLine:
     while rest and _is_assignment(rest[0]):
         name, _, value = rest.pop(0).text.partition("=")
         own[name] = value
-    return LaunchLine(engine=None, argv=tuple(_expand(word, own) for word in rest), env=own)
+    model, argv = _positional([_expand(word, own) for word in rest])
+    return LaunchLine(engine=None, argv=tuple(argv), env=own, model=model or model_flag(argv))
 
 
 def _exports(words: list[_Word]) -> dict[str, str]:
