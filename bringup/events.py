@@ -202,7 +202,7 @@ class Tally:
 
     def _on_start(self, data: Mapping[str, Any]) -> None:
         host = str(data.get("host", ""))
-        self._role(data)
+        self._roles.setdefault(host, {})
         self.doing[host] = Doing(_role_name(data), _task_name(data), _now())
 
     def _on_retry(self, data: Mapping[str, Any]) -> None:

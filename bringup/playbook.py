@@ -114,7 +114,7 @@ def run(
     }
     try:
         with (
-            _signals() as caught,
+            signals() as caught,
             lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
         ):
             record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
@@ -137,9 +137,13 @@ def _recorded(
         prepare(plan, job, seen)
         played = play(job, record.folder, seen, caught)
         outcome, code = played.outcome, code_of(played, check=job.check)
-        more["causes"] = causes_of(played)
         if code is Exit.INTERNAL and not outcome.errors:
             more["errors"] = tuple(played.output[-20:])
+        try:
+            more["causes"] = causes_of(played)
+        except BringupError as error:
+            # a wrong failure rule must not hide the failure itself
+            more["errors"] = (str(error),)
         if code is Exit.DONE and after is not None and not job.check:
             with progress.waiting("asking the servers for a completion", seen):
                 more["answers"] = after(plan, outcome, str(record.arguments["inventory"]))
@@ -225,7 +229,14 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
     inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
     private = folder / "runner"
     runner = _runner(job, private, inbox)
-    thread = threading.Thread(target=runner.run, name="ansible-runner", daemon=True)
+
+    def work() -> None:
+        try:
+            runner.run()
+        except Exception as error:
+            inbox.put({"event": "error", "stdout": f"ERROR: ansible-runner: {error!r}"})
+
+    thread = threading.Thread(target=work, name="ansible-runner", daemon=True)
     tally = events.Tally()
     output: list[str] = []
     stop = _Stop(caught)
@@ -304,7 +315,7 @@ class Caught:
 
 
 @contextmanager
-def _signals() -> Iterator[Caught]:
+def signals() -> Iterator[Caught]:
     """Makes Ctrl-C, TERM and HUP the same, so that the record gets written."""
     caught = Caught()
     if threading.current_thread() is not threading.main_thread():
@@ -395,7 +406,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         inbox.put(event)
         return False  # and the runner keeps no copy of its own, which would hold unredacted results
 
-    def status(state: Mapping[str, Any], config: Any) -> None:
+    def status(state: Mapping[str, Any], runner_config: Any) -> None:
         if state.get("status") == "running":
             # ansible-runner has just written the whole environment of the process there, secrets and all
             for command in private.glob("artifacts/*/command"):

@@ -18,7 +18,8 @@ _NAMES = (
 )
 _SECRET_NAME = re.compile(rf"(?:^vault_)|(?:{_NAMES}$)", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"""(?P<name>(?:\bvault_[\w-]*|[\w-]*{_NAMES})["']?\s*[:=]\s*)(?P<quote>["']?)(?P<value>(?!\*\*\*)[^\s"',}}\]]+)""",
+    rf"""(?P<name>(?:\bvault_[\w-]*|[\w-]*{_NAMES})["']?\s*[:=]\s*)"""
+    r"""(?:"[^"\n]*"|'[^'\n]*'|(?!\*\*\*)[^\s"',}\]]+)""",
     re.IGNORECASE,
 )
 _FLAG = re.compile(rf"(?P<name>--[\w-]*{_NAMES})(?P<gap>\s+)(?P<value>(?!-)\S+)", re.IGNORECASE)
@@ -26,7 +27,7 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \
 _ADDRESS_PASSWORD = re.compile(r"(://[^\s/:@]+:)[^\s/@]+@")
 _LOOKS_SECRET = re.compile(
     r"""\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{12,}
-    |eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)|(?<=Bearer\ )(?!\*\*\*)\S+|(?<=Basic\ )[A-Za-z0-9+/=]{12,}""",
+    |eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)|(?<=Bearer\ )(?!\*\*\*)[^\s"',]+|(?<=Basic\ )[A-Za-z0-9+/=]{12,}""",
     re.VERBOSE,
 )
 
@@ -42,7 +43,7 @@ def text(value: str) -> str:
         return value
     value = _PRIVATE_KEY.sub(rf"-----BEGIN \1-----{HIDDEN}", value)
     value = _ADDRESS_PASSWORD.sub(rf"\g<1>{HIDDEN}@", value)
-    value = _ASSIGNED.sub(rf"\g<name>\g<quote>{HIDDEN}", value)
+    value = _ASSIGNED.sub(rf"\g<name>{HIDDEN}", value)
     value = _FLAG.sub(rf"\g<name>\g<gap>{HIDDEN}", value)
     return _LOOKS_SECRET.sub(HIDDEN, value)
 
