@@ -28,10 +28,11 @@ SLOWEST_BYTES_S = 16 * 1024
 
 SLOW_WINDOW_S = 60
 TRIES_WITHOUT_PROGRESS = 5
-"""Attempts in a row that brought no new byte; an attempt that brought some starts the count anew."""
+"""Attempts in a row that brought next to nothing; one that brought bytes at a bearable rate ends the row."""
 
 BACK_OFF_S = 1.0
 BACK_OFF_LONGEST_S = 60
+REASONS_SHOWN = 2
 RETRY_AFTER_LONGEST_S = 900
 """A server that asks for more patience than this is not waited for: the next source is tried."""
 
@@ -107,10 +108,13 @@ def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None
     """
     partial = partial_of(wanted.target)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    fruitless, wrong = 0, 0
+    fruitless, wrong, best = 0, 0, 0
+    reasons: dict[str, None] = {}
     while True:
         digest, have = _resume(partial, wanted.size)
         progress(have)
+        best = max(best, have)
+        started = time.monotonic()
         try:
             _attempt(wanted, partial, digest, have, limits, progress)
             _accept(wanted, partial, digest)
@@ -118,9 +122,14 @@ def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None
         except _Retry as retry:
             got = partial.stat().st_size if partial.exists() else 0
             wrong += retry.cause == "wrong_bytes"
-            fruitless = 0 if got > have else fruitless + 1
+            reasons[str(retry)] = None
+            # Against the best of all attempts, and at a bearable rate: a server that makes us start anew
+            # each time, or drips, must not keep us for ever.
+            least = limits.slowest_bytes_s * (time.monotonic() - started)
+            fruitless = 0 if got - best > least else fruitless + 1
             if fruitless >= limits.tries or wrong > 1:
-                raise DownloadFailed(f"{_brief(wanted.address)}: {retry}", retry.cause) from None
+                text = ", then ".join(list(reasons)[-REASONS_SHOWN:])
+                raise DownloadFailed(f"{_brief(wanted.address)}: {text}", retry.cause) from None
             time.sleep(_wait(retry, fruitless, limits))
         except OSError as error:
             raise DownloadFailed(f"{partial}: {error.strerror or error}", "disk") from None
