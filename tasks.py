@@ -52,16 +52,17 @@ def _extra(pairs: Sequence[str]) -> dict[str, str]:
         "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
         "json": JSON,
     },
+    positional=["inventory"],
     iterable=["extra"],
 )
 def provision(
     c: Context,
     inventory: str,
+    extra: Sequence[str],
     limit: str | None = None,
     tags: str | None = None,
     skip_tags: str | None = None,
     check: bool = False,
-    extra: Sequence[str] = (),
     force_unlock: bool = False,
     json: bool = False,
 ) -> None:
@@ -318,7 +319,7 @@ def lint(c: Context, json: bool = False) -> None:
 
 
 @task(name="test", positional=[], iterable=["only"], help={"only": "a stage; can be repeated", "json": JSON})
-def check_all(c: Context, only: Sequence[str] = (), json: bool = False) -> None:
+def check_all(c: Context, only: Sequence[str], json: bool = False) -> None:
     """Run everything that CI runs: lint, unit and content tests, role scenarios, end to end."""
     from bringup import checking
 
