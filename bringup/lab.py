@@ -558,18 +558,26 @@ def _remove_stale() -> None:
         (LAB / "docker.pid", "dockerd"),
         (LAB / "exec" / "containerd" / "containerd.pid", "containerd"),
     ):
-        if path.exists() and not _runs(path, program):
+        if not _runs(path, program):
             _completed(_as_root(["rm", "-f", str(path)]), 30)
     if not _dockerd_commands():
         _remove_bridges()
 
 
 def _runs(pid_file: Path, program: str) -> bool:
+    """Whether the process of a pid file is alive and is `program`."""
     try:
-        command = Path("/proc", pid_file.read_text().strip(), "cmdline").read_bytes()
+        command = Path("/proc", _text_of_roots(pid_file).strip() or "none", "cmdline").read_bytes()
     except (OSError, ValueError):
         return False
     return program in Path(os.fsdecode(command.split(b"\0")[0])).name
+
+
+def _text_of_roots(path: Path) -> str:
+    try:
+        return path.read_text()
+    except PermissionError:
+        return _completed(_as_root(["cat", str(path)]), 30).stdout
 
 
 def _remove_bridges() -> None:
