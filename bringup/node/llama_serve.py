@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 EXIT_USAGE = 2
 EXIT_PORT = 3
-STOP_GRACE_S = 5.0
-"""Seconds that the engine gets to end by itself after SIGTERM."""
+DRAIN_S = 5.0
+"""Seconds that requests get to end after SIGTERM."""
+DRAIN_POLL_S = 0.1
+BUSY = re.compile(r"llamacpp:requests_processing ([0-9.e+]+)")
 LOG_LEVEL = 3
 """llama.cpp's level for one line a step of a request (4 adds dozens a request)."""
 
@@ -124,12 +128,20 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"llama_serve: listening on {server.listening_address}", file=sys.stderr, flush=True)
     stop.wait()
     print("llama_serve: stopping", file=sys.stderr, flush=True)
-    # The engine's destructor waits for ever for a request that is still being answered: seen, hence the limit.
-    last_word = threading.Timer(STOP_GRACE_S, os._exit, args=(0,))
-    last_word.daemon = True
-    last_word.start()
-    del server
-    return 0
+    drain(server)
+    sys.stderr.flush()
+    # Not through the engine's destructor: it waits for ever for a request that is still being answered (seen).
+    os._exit(0)
+
+
+def drain(server: Any) -> None:
+    """Waits until no request is being answered, DRAIN_S at most (without --metrics nobody can know, so not at all)."""
+    end = time.monotonic() + DRAIN_S
+    while time.monotonic() < end:
+        busy = BUSY.search(str(server.handle_metrics()))
+        if busy is None or float(busy[1]) == 0:
+            return
+        time.sleep(DRAIN_POLL_S)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ file must not change with a package's version, since its lock holds its SHA-256.
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import sys
@@ -74,7 +75,7 @@ def one_hot(token: int, height: float) -> list[float]:
 def followers(index: dict[str, int]) -> dict[int, dict[int, float]]:
     """For each token the tokens that follow it, with their share. What is no whole word is followed by a beginning."""
     text = [index[f"▁{word}"] for line in TEXT for word in line.split()]
-    pairs = [*zip(text, text[1:], strict=False), (text[-1], text[0])]
+    pairs = [*itertools.pairwise(text), (text[-1], text[0])]
     counts: dict[int, dict[int, float]] = {}
     for first, second in pairs:
         row = counts.setdefault(first, {})
@@ -87,7 +88,7 @@ def followers(index: dict[str, int]) -> dict[int, dict[int, float]]:
 
 
 def output_rows(index: dict[str, int]) -> list[list[float]]:
-    """The output matrix, a row a token: what it follows gives it a logit of about SHARPNESS, all else none."""
+    """The output matrix, a row a token: what it follows gives it a logit near SHARPNESS, all else none."""
     rows = [[0.0] * WIDTH for _ in index]
     for token, row in followers(index).items():
         for to, share in row.items():
