@@ -1,0 +1,158 @@
+"""Servers started, or restarted where what defines them has changed (module `engine_servers`).
+
+Whether a running server is what the disk says is decided by the program that starts it (`serve.py
+--current`), from what it noted at the start: so a run that was broken off between a change and its restart
+restarts the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PYTHON = "/usr/bin/python3"
+LIBRARY = Path("/opt/bringup/lib")
+STARTS = Path("/var/lib/bringup/starts")
+LEASE = Path("/etc/bringup/lease.json")
+LOOK_LIMIT_S = 60.0
+MARGIN_S = 240.0
+
+
+class ServersFailed(Exception):
+    """What did not come up, one line a server."""
+
+
+def run(words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr; 124 when it took longer than `limit_s`."""
+    try:
+        done = subprocess.run(
+            list(words), capture_output=True, timeout=limit_s, check=False, text=True, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"took longer than {limit_s:g} s"
+    except OSError as error:
+        return 127, "", str(error)
+    return done.returncode, done.stdout, done.stderr
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON mapping, or an empty one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def current(service: Mapping[str, Any]) -> dict[str, Any]:
+    """What `serve.py --current` says; a server that is not set up is not active."""
+    nothing = {"active": False, "state": "missing", "due": True, "why": "it is not there"}
+    if not (LIBRARY / "serve.py").exists():
+        return nothing
+    code, out, err = run(
+        [PYTHON, "-s", str(LIBRARY / "serve.py"), "--current", service["name"]], LOOK_LIMIT_S
+    )
+    try:
+        found: dict[str, Any] = json.loads(out)
+    except ValueError:
+        return {**nothing, "why": err.strip() or f"exit {code}"}
+    return found
+
+
+def longest(service: Mapping[str, Any]) -> float:
+    """Seconds that a stop, a start and a warm-up may take together."""
+    return 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + MARGIN_S
+
+
+def started(service: Mapping[str, Any], since: float) -> dict[str, Any]:
+    """The record of the newest start, as `bringup_starts` of a run's record."""
+    kept = read(STARTS / f"{service['unit']}.json")
+    names = ("unit", "service", "seconds", "phases", "answer", "model", "address", "outcome", "is_stand_in")
+    return {**{name: kept.get(name) for name in names}, "waited_s": round(time.monotonic() - since, 1)}
+
+
+def reason(service: Mapping[str, Any], said: str) -> str:
+    """Why a server did not come up: what its start kept, else what systemd said and the journal's last lines."""
+    kept = read(STARTS / f"{service['unit']}.json")
+    if kept.get("outcome") in ("refused", "failed") and kept.get("why"):
+        return str(kept["why"])
+    unit = f"{service['unit']}.service"
+    _, out, _ = run(
+        ["journalctl", f"--unit={unit}", "--lines=5", "--output=cat", "--no-pager", "--quiet"], LOOK_LIMIT_S
+    )
+    lines = [line for line in (*said.splitlines(), *out.splitlines()) if line.strip()]
+    return "; ".join(lines[:6]) or "systemd gives no reason"
+
+
+def start(service: Mapping[str, Any]) -> dict[str, Any]:
+    """Start a server that is not running and wait for its real token. Raises ServersFailed."""
+    unit, since = f"{service['unit']}.service", time.monotonic()
+    run(["systemctl", "reset-failed", unit], LOOK_LIMIT_S)
+    code, _, err = run(["systemctl", "start", unit], longest(service))
+    if code != 0:
+        raise ServersFailed(f"{service['name']} does not start: {reason(service, err)}")
+    return started(service, since)
+
+
+def restart(service: Mapping[str, Any]) -> dict[str, Any]:
+    """Restart a running server, one of its group at a time, and wait for its real token. Raises
+    ServersFailed.
+    """
+    since, program = time.monotonic(), LIBRARY / "restart.py"
+    if not program.exists():
+        unit = f"{service['unit']}.service"
+        run(["systemctl", "reset-failed", unit], LOOK_LIMIT_S)
+        code, _, err = run(["systemctl", "restart", unit], longest(service))
+        why = "" if code == 0 else reason(service, err)
+    else:
+        options = ["--now", "--led", "--json", "--reason", "definition changed"]
+        limit = longest(service) * 2 + float(service["drain_s"])
+        wait = ["--wait-s", str(int(longest(service)))]
+        code, out, err = run([PYTHON, "-s", str(program), service["name"], *options, *wait], limit)
+        try:
+            why = "" if code == 0 else str(json.loads(out)["why"])
+        except (ValueError, KeyError):
+            why = err.strip() or f"exit {code}"
+    if why:
+        raise ServersFailed(f"{service['name']} was not restarted: {why}")
+    return started(service, since)
+
+
+def apply(
+    services: Sequence[Mapping[str, Any]], mode: str, changed: Sequence[str], check_only: bool
+) -> dict[str, Any]:
+    """Start what is not running; restart what is due (mode `now`), or only name it (mode `later`).
+
+    `changed`: paths that this run has changed, or in check mode would have. Gives {changed, bringup_starts,
+    due, diff}. Raises ServersFailed with every server that did not come up.
+    """
+    starts, due, failed, todo = [], [], [], []
+    for service in services:
+        state = current(service)
+        pending = check_only and bool(set(service["definition"]) & set(changed))
+        if not state["active"]:
+            todo.append(f"start {service['unit']}: {state['why']}")
+            if not check_only:
+                _try(start, service, starts, failed)
+        elif state["due"] or pending:
+            due.append(service["name"])
+            why = state["why"] or "its definition would change"
+            if mode == "now":
+                todo.append(f"restart {service['unit']}: {why}")
+            if mode == "now" and not check_only:
+                _try(restart, service, starts, failed)
+    if failed:
+        raise ServersFailed("\n".join(failed))
+    diff = {"before": "", "after": "\n".join(todo) + "\n"} if todo else {}
+    return {"changed": bool(todo), "bringup_starts": starts, "due": due, "diff": diff}
+
+
+def _try(act: Any, service: Mapping[str, Any], starts: list[dict[str, Any]], failed: list[str]) -> None:
+    try:
+        starts.append(act(service))
+    except ServersFailed as error:
+        failed.append(str(error))

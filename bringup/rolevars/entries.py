@@ -1,0 +1,54 @@
+"""Entries of module `node_files`, as the roles' variables hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from bringup import systemd
+from bringup.planned import Service
+
+VERIFY = ["systemd-analyze", "verify", "--man=no", "%s"]
+
+
+def folder(path: str, owner: str = "root", group: str = "root", mode: str = "0755") -> dict[str, Any]:
+    """A folder."""
+    return {"path": path, "state": "directory", "owner": owner, "group": group, "mode": mode}
+
+
+def file(path: str, content: str, mode: str = "0644") -> dict[str, Any]:
+    """A file of root's."""
+    return {"path": path, "state": "file", "content": content, "owner": "root", "group": "root", "mode": mode}
+
+
+def unit(name: str, content: str) -> dict[str, Any]:
+    """A unit file, checked by systemd before it counts; `name` with its suffix."""
+    return {**file(systemd.unit_file(name), content), "validate": VERIFY}
+
+
+def library(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Programs of the node, and the names by which they import each other (`bringup.node` is the folder
+    itself).
+    """
+    base = systemd.LIBRARY
+    programs = [{**file(str(base / f"{name}.py"), ""), "program": f"{name}.py"} for name in names]
+    for program in programs:
+        del program["content"]
+    return [
+        folder(str(base.parent)),
+        folder(str(base)),
+        folder(str(base / "bringup")),
+        {"path": str(base / "bringup/node"), "state": "link", "target": ".."},
+        *programs,
+    ]
+
+
+def key(service: Service) -> dict[str, str]:
+    """Where a service's API key goes, and the variable of the vault that holds it."""
+    if service.api_key is None:
+        raise ValueError(f"{service.name} has no API key")
+    return {
+        "service": service.name,
+        "path": systemd.key_file(service) or "",
+        "variable": service.api_key.vault,
+    }

@@ -1,0 +1,48 @@
+"""Plan -> variables of role `log_rotation`: one FIFO and one log service for each server that logs to files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bringup import systemd
+from bringup.planned import HostPlan, Plan, Service
+from bringup.rolevars import entries
+
+
+def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
+    """`log_rotation_services`: names; `log_rotation_files`: entries for `node_files`; `log_rotation_units`."""
+    services = [service for service in host.services if service.logs.mode == "file"]
+    files = [entries.folder(str(systemd.LOGS)), *entries.library(("logpipe",))] if services else []
+    for service in services:
+        files += _files(service)
+    return {
+        "log_rotation_services": [service.name for service in services],
+        "log_rotation_files": files,
+        "log_rotation_units": [unit for service in services for unit in _units(service)],
+        "log_rotation_keys": [entries.key(service) for service in services if service.api_key],
+    }
+
+
+def _files(service: Service) -> list[dict[str, Any]]:
+    name = systemd.log_unit(service)
+    return [
+        # The group may read: operators who are in it follow a log without becoming root.
+        entries.folder(str(systemd.LOGS / service.name), owner=systemd.LOG_USER, group="adm", mode="2750"),
+        entries.unit(f"{name}.socket", systemd.log_socket_text(service)),
+        entries.unit(f"{name}.service", systemd.log_unit_text(service)),
+    ]
+
+
+def _units(service: Service) -> list[dict[str, Any]]:
+    name = systemd.log_unit(service)
+    program = str(systemd.LIBRARY / "logpipe.py")
+    return [
+        # Never restarted: the engine holds its other end, and what is in it would be lost.
+        {"name": f"{name}.socket", "enabled": True, "started": True, "restart_on": []},
+        {
+            "name": f"{name}.service",
+            "enabled": True,
+            "started": True,
+            "restart_on": [systemd.unit_file(f"{name}.service"), program],
+        },
+    ]

@@ -1,0 +1,51 @@
+#!/usr/bin/python
+"""Brings a role's files, folders and links to their places in one call (`bringup/node/place.py`)."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: node_files
+short_description: Bring files, folders and links to their places in one call
+description:
+  - Everything is written beside its place and validated first; only when all of it is good does anything change.
+  - Works in check mode, with the same differences, on a node that lacks the folders and users yet.
+  - The action of the same name fills C(program) entries with the text of the node's program.
+options:
+  entries:
+    description:
+      - One mapping a thing. C(path); C(state) is C(file), C(directory), C(link) or C(absent); C(content) of a file or
+        C(program), the name of a file in C(bringup/node); C(target) of a link; C(owner), C(group), C(mode);
+        C(validate), a command in which %s is the new file; C(secret) keeps the content out of differences.
+    type: list
+    elements: dict
+    required: true
+author: bringup
+"""
+
+RETURN = r"""
+changed_paths:
+  description: Paths that were changed, or would be.
+  returned: success
+  type: list
+  elements: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
+from ansible.module_utils.bringup_node import place  # noqa: E402
+
+
+def main() -> None:
+    """Bring all entries to their places."""
+    module = AnsibleModule(
+        argument_spec={"entries": {"type": "list", "elements": "dict", "required": True, "no_log": False}},
+        supports_check_mode=True,
+    )
+    try:
+        outcome = place.apply(module.params["entries"], module.check_mode)
+    except (place.PlaceFailed, OSError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(**outcome)
+
+
+if __name__ == "__main__":
+    main()
