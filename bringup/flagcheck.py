@@ -29,7 +29,7 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict on one launch line. `version`: the table's; `sm`: compute capability assumed (None: unknown)."""
+    """The verdict on one launch line. `version`: the table's; `sm`: compute capability (None: unknown)."""
 
     engine: str
     version: str

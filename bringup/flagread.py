@@ -518,9 +518,10 @@ class _Vllm:
             if isinstance(parent, ast.ClassDef):
                 found.update(dict.fromkeys(self._keys(parent, home)))
         for item in cls.body:
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                if not ast.unparse(item.annotation).startswith("ClassVar"):
-                    found[item.target.id] = None
+            if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+                continue
+            if not ast.unparse(item.annotation).startswith("ClassVar"):
+                found[item.target.id] = None
         return tuple(found)
 
     def _field(self, item: ast.AnnAssign, name: str, doc: str, module: Module) -> Flag:

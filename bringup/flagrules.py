@@ -75,7 +75,7 @@ class When(Entry):
 
 
 class Example(Entry):
-    """A launch line in which the rule speaks, on a version with a flag table; `silent` one in which it does not."""
+    """A launch line in which the rule speaks, on a version with a table; `silent`: one where it does not."""
 
     line: str
     version: str

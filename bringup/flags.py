@@ -204,8 +204,8 @@ def check(
 ) -> list[Finding]:
     """Everything to say about a launch, worst first. `argv`: the words after module and positional model.
 
-    A rule that rests on a fact that is not known (GPU, model) speaks one step milder and says what it rests on; a
-    note that does is left out.
+    A rule that rests on a fact that is not known (GPU, model) speaks one step milder and says what it rests
+    on; a note that does is left out.
     """
     from bringup import flagrules
 
@@ -284,7 +284,8 @@ def _parser_findings(table: FlagTable, parsed: Parsed, context: FlagContext) -> 
 
 
 def _unknown(table: FlagTable, item: Given, source: str) -> Finding:
-    if item.matches:
+    elsewhere = _elsewhere(table, item.spelled)
+    if item.matches and elsewhere is None:
         listed = ", ".join(item.matches[:6])
         return Finding(
             "FLAG_AMBIGUOUS",
@@ -295,7 +296,7 @@ def _unknown(table: FlagTable, item: Given, source: str) -> Finding:
             "write the flag in full",
             source,
         )
-    return _elsewhere(table, item.spelled) or Finding(
+    return elsewhere or Finding(
         "FLAG_UNKNOWN",
         "error",
         item.spelled,

@@ -35,8 +35,8 @@ class Flag:
 
     `nargs` is argparse's: None (one value), 0, a number, "?", "*" or "+". `open_choices` says that `choices`
     are the known values but others are let through by the parser. `optional`: "None" and "" mean unset.
-    `keys` are the fields of a JSON value, when no others are let through. `refused` is the parser's own refusal;
-    `use` its pointer to a replacement.
+    `keys` are the fields of a JSON value, when no others are let through. `refused` is the parser's own
+    refusal; `use` its pointer to a replacement.
     """
 
     names: tuple[str, ...]

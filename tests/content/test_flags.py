@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bringup import flagrules, flags, flagtable
+from bringup import ROOT, flagrules, flags, flagtable
 from bringup.flagcheck import check_line
 from bringup.flags import CODES
 from bringup.flagtable import KINDS, FlagTable
@@ -62,7 +62,8 @@ def test_flags_of_a_table_make_sense(engine: str, version: str) -> None:
     names = [name for flag in table.flags for name in (*flag.names, *flag.negatives)]
     assert len(names) == len(set(names))
     for flag in table.flags:
-        assert flag.names and all(name.startswith("-") for name in flag.names)
+        assert flag.names
+        assert all(name.startswith("-") for name in flag.names)
         assert flag.kind in KINDS
         assert flag.nargs is None or flag.nargs in ("?", "*", "+") or isinstance(flag.nargs, int)
         assert (flag.kind == "bool") == (flag.nargs == 0) or flag.deprecated
@@ -86,6 +87,7 @@ def test_a_rule_speaks_in_its_example(engine: str, rule: flagrules.Rule) -> None
     ids=[f"{e}:{r.name}" for e, r in RULES if r.example.silent],
 )
 def test_a_rule_is_silent_where_it_does_not_hold(engine: str, rule: flagrules.Rule) -> None:
+    assert rule.example.silent is not None
     report = check_line(rule.example.silent, engine, rule.example.version, rule.example.gpu)
     said = flagrules.load(engine)
     alike = [other for other in said if other.code == rule.code and other.source == rule.source]
@@ -116,5 +118,5 @@ def test_a_rule_gives_its_reason_and_its_source(engine: str, rule: flagrules.Rul
 
 
 def test_every_code_is_documented() -> None:
-    text = (flagtable.ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     assert [code for code in CODES if f"`{code}`" not in text] == []

@@ -1,11 +1,11 @@
 """Our flag tables and our reading of command lines against the engines' own parsers.
 
-    python tests/parsers/compare.py                          SGLang 0.5.10.post1 (6 MB to download; in CI)
-    python tests/parsers/compare.py vllm-0.33.0 --tree DIR   any table, against an unpacked wheel or environment
+    python tests/parsers/compare.py                         SGLang 0.5.10.post1 (6 MB to download; in CI)
+    python tests/parsers/compare.py vllm-0.33.0 --tree DIR  any table; DIR: unpacked wheel or site-packages
 
-Names must agree wholly, choices and the number of values for at least 98 in 100 flags, and so must the verdict
-(taken or refused) on a few thousand command lines made from the table: good values, wrong ones, none, too many,
-abbreviations, "=" forms.
+Names must agree wholly, choices and the number of values for at least 98 in 100 flags, and so must the
+verdict (taken or refused) on a few hundred command lines made from the table: good values, wrong ones, none,
+too many, abbreviations, "=" forms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An engine's own argument parser, asked for its options and verdicts; what is not installed is a stub.
 
-Run as a program, in a process of its own: `python -S real.py sglang|vllm TREE [FOLDER ...] < lines.json`, the
-engine's unpacked wheel first, then folders with the few libraries that make its dataclasses. Parsers need none of
-what else they import (torch, CUDA kernels), only the names.
+Run as a program, in a process of its own: `python -S real.py ENGINE TREE [FOLDER ...] < lines.json`, the
+engine's unpacked wheel first, then folders with the few libraries that make its dataclasses. Parsers need
+none of what else they import (torch, CUDA kernels), only the names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
 
 HIDDEN = {
     "sglang": (
@@ -128,8 +126,6 @@ def _stub(name: str) -> Any:
 
 
 class _StubModule(types.ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -190,7 +186,7 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 
 def _without_nested_defaults() -> None:
-    """The defaults of nested configs are whole configs, whose checks ask the GPU; their flags do not need them."""
+    """Defaults of nested configs are whole configs, whose checks ask the GPU; flags do not need them."""
     from pydantic.fields import FieldInfo
     from vllm.config import VllmConfig  # type: ignore[import-not-found]
 
@@ -238,7 +234,7 @@ def main(argv: list[str]) -> None:
     sys.path[:0] = folders
     sys.meta_path.insert(0, _Stubs(hidden=HIDDEN[engine]))
     sys.meta_path.append(_Stubs(package=engine))
-    importlib.metadata.version = _any_version
+    importlib.metadata.version = _any_version  # type: ignore[assignment]
     lines = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         parser = sglang_parser() if engine == "sglang" else vllm_parser()
