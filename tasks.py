@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -223,14 +224,197 @@ def execute(
 ) -> None:
     """Run a command on many hosts (`invoke exec --inventory X -- uptime`); equal output is shown once."""
     from bringup import confirm, fleet, looking, report
+    from bringup import inventory as inventories
 
     command = commandline.remainder()
     if not command:
         raise _errors.UsageError("exec: nothing to run. Put the command after --, as in: -- uptime")
     names = fleet.matching(fleet.groups_of(inventory), limit)
-    confirm.disruptive(f"exec {command}", fleet.folder_of(inventory).name, names, yes=yes)
+    confirm.disruptive(f"exec {command}", inventories.folder_of(inventory).name, names, yes=yes)
     rows = looking.execute(fleet.hosts_of(inventory, names), command, at_once, seconds)
     _end(report.show_executed(rows, as_json=json))
+
+
+# ---------------------------------------------------------------- runbooks
+
+
+@task(positional=[], help={"json": JSON})
+def runbooks(c: Context, json: bool = False) -> None:
+    """List the runbooks: when to use each, what it does, whether it disrupts, how long it takes."""
+    from bringup import report
+    from bringup import runbooks as books
+
+    report.show_runbooks(books.listed(), as_json=json)
+
+
+@task(
+    positional=["name", "inventory"],
+    iterable=["extra"],
+    help={
+        "name": "a runbook, as `invoke runbooks` lists them",
+        "inventory": INVENTORY,
+        "extra": "a variable for the runbook, KEY=VALUE; can be repeated",
+        "limit": LIMIT,
+        "serial": "hosts at a time (a number or a percentage); the first is the canary",
+        "max_fail": "percent of hosts that may fail before the rest is left alone",
+        "check": "show what would change and change nothing",
+        "yes": YES,
+        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "json": JSON,
+    },
+)
+def run(
+    c: Context,
+    name: str,
+    inventory: str,
+    extra: Sequence[str],
+    limit: str | None = None,
+    serial: str = "1",
+    max_fail: int = 0,
+    check: bool = False,
+    yes: bool = False,
+    force_unlock: bool = False,
+    json: bool = False,
+) -> None:
+    """Run a runbook on an inventory: one host at a time, confirmed, locked and recorded."""
+    from bringup import report
+    from bringup import runbooks as books
+
+    record = books.run(
+        name,
+        inventory,
+        limit=limit,
+        serial=serial,
+        max_fail=max_fail,
+        check=check,
+        yes=yes,
+        extra=_extra(extra),
+        force_unlock=force_unlock,
+    )
+    _end(report.show_run(record, as_json=json, brief=not check))
+
+
+# ---------------------------------------------------------------- why it failed
+
+
+@task(
+    positional=["log"],
+    help={
+        "log": "a log, a folder, an archive, or - for standard input",
+        "inventory": "look at the nodes of this inventory instead: journal and log of the last failure",
+        "limit": LIMIT,
+        "explain": "all that is known about a cause, by its name",
+        "json": JSON,
+    },
+)
+def diagnose(
+    c: Context,
+    log: str = "",
+    inventory: str | None = None,
+    limit: str | None = None,
+    explain: str | None = None,
+    json: bool = False,
+) -> None:
+    """Find the known causes in a log or on live nodes, and what to do (exit 4: one was found)."""
+    from bringup import diagnose as diagnosis
+    from bringup import looking, report
+
+    if explain:
+        report.show_cause(diagnosis.explain(explain), as_json=json)
+    elif inventory:
+        rows = looking.crashes(looking.targets(inventory, limit), looking.CRASH_LINES)
+        _end(report.show_crashes(rows, as_json=json))
+    elif log:
+        _end(report.show_diagnosis(diagnosis.of_paths([log]), as_json=json))
+    else:
+        raise _errors.UsageError("diagnose: name a log, or --inventory, or --explain CAUSE")
+
+
+@task(
+    name="add",
+    positional=["cause"],
+    iterable=["line"],
+    help={
+        "cause": "a name for it, such as cuda-out-of-memory",
+        "line": "a line of the log that shows it; can be repeated",
+        "title": "one line for people",
+        "area": "what it is about, such as memory, driver, network, config",
+        "meaning": "what happened",
+        "check": "how to make sure",
+        "remedy": "what to do",
+        "source": "where this is known from: an address",
+    },
+)
+def failures_add(
+    c: Context,
+    cause: str,
+    line: Sequence[str],
+    title: str = "",
+    area: str = "",
+    meaning: str = "",
+    check: str = "",
+    remedy: str = "",
+    source: str = "",
+) -> None:
+    """Write a known failure into the catalog, from lines of a log."""
+    from bringup import failures
+
+    answers = {
+        "title": title,
+        "area": area,
+        "meaning": meaning,
+        "check": check,
+        "remedy": remedy,
+        "source": source,
+    }
+    print(failures.add(cause, list(line), answers))
+
+
+# ---------------------------------------------------------------- flags
+
+
+@task(
+    name="check",
+    default=True,
+    positional=[],
+    help={
+        "engine": "the engine (default: read from the line)",
+        "version": "its version (default: read from the line, else the newest known)",
+        "gpu": "a GPU or platform, such as h20, gh200-2x or sm90",
+        "json": JSON,
+    },
+)
+def flags_check(
+    c: Context,
+    engine: str | None = None,
+    version: str | None = None,
+    gpu: str | None = None,
+    json: bool = False,
+) -> None:
+    """Check a launch line from anywhere: `invoke flags --engine NAME -- LINE` (exit 2: it is wrong)."""
+    from bringup import flagcheck, report
+
+    line = commandline.remainder() or ("" if sys.stdin.isatty() else sys.stdin.read())
+    if not line.strip():
+        raise _errors.UsageError("flags: no launch line. Put it after --, or on standard input")
+    checked = flagcheck.check_line(line, engine, version, gpu)
+    if json:
+        report.print_json(checked.as_json())
+    else:
+        checked.show(report.console())
+    _end(checked.exit)
+
+
+@task(
+    name="table",
+    positional=["engine"],
+    help={"engine": "the engine", "version": "its version", "wheel": "its wheel (default: downloaded)"},
+)
+def flags_table(c: Context, engine: str, version: str | None = None, wheel: str | None = None) -> None:
+    """Make or renew the table of an engine version's flags, from its wheel."""
+    from bringup import flagcheck
+
+    print(flagcheck.renew(engine, version, Path(wheel) if wheel else None))
 
 
 # ---------------------------------------------------------------- records
@@ -326,13 +510,17 @@ def check_all(c: Context, only: Sequence[str], json: bool = False) -> None:
     _end(checking.stages(tuple(only), as_json=json))
 
 
-def _collection(name: str, *tasks: object) -> Collection:
+def _collection(name: str, *tasks: Any) -> Collection:
     made = Collection(name)
     for one in tasks:
         made.add_task(one)
     return made
 
 
-ns = Collection(provision, check, preflight, status, logs, ask, ssh, execute, lint, check_all)
+ns = Collection(
+    provision, check, preflight, status, logs, ask, ssh, execute, runbooks, run, diagnose, lint, check_all
+)
+ns.add_collection(_collection("failures", failures_add))
+ns.add_collection(_collection("flags", flags_check, flags_table))
 ns.add_collection(_collection("history", history_list, history_show, history_diff))
 ns.add_collection(_collection("lab", up, down, lab_ssh))

@@ -35,8 +35,8 @@ def install() -> None:
     """Wraps invoke's parsing and executing; calling it twice changes nothing more."""
     if getattr(Program, "bringup_installed", False):
         return
-    Program.parse_tasks = _parsing(Program.parse_tasks)
-    Program.execute = _executing(Program.execute)
+    Program.parse_tasks = _parsing(Program.parse_tasks)  # type: ignore[method-assign, assignment]
+    Program.execute = _executing(Program.execute)  # type: ignore[method-assign, assignment]
     Program.bringup_installed = True  # type: ignore[attr-defined]
 
 
@@ -69,13 +69,17 @@ def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
 
 
 def _refuse_unknown_flags(program: Program) -> None:
-    """invoke takes an unknown flag for a positional argument's value; here it is an unknown flag."""
+    """Raises Exit for an unknown flag, which invoke would take for a positional argument's value."""
     words = program.core.unparsed
     context = next(
         (one for one in program.collection.to_contexts() if words and words[0] in _all_names(one)), None
     )
     if context is None:
         return
+    if "-" in words and context.positional_args:
+        # invoke takes a lone hyphen for a flag; here it means standard input
+        first = f"--{context.positional_args[0].name}=-"
+        program.core.unparsed = words = [first if word == "-" else word for word in words]
     flags = {**program.initial_context.flags, **context.flags, **dict.fromkeys(context.inverse_flags)}
     expecting = False
     for word in words[1:]:

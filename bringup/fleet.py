@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bringup import ROOT
+from bringup import inventory as inventories
 from bringup.errors import Problem, UsageError, unknown
 
-INVENTORIES = ROOT / "inventories"
 AT_ONCE = 32
 """Connections at once: enough to hide the round trips, few enough for one controller's file limits."""
 
@@ -41,21 +41,6 @@ class Host:
     jump: str | None = None
     local: bool = False
     options: tuple[tuple[str, str], ...] = ()
-
-
-def folder_of(inventory: str) -> Path:
-    """The folder of an inventory, given as a name under inventories/ or as a path to a folder.
-
-    Raises UsageError with a suggestion when there is none.
-    """
-    named = INVENTORIES / inventory
-    if inventory and os.sep not in inventory and named.is_dir():
-        return named
-    path = Path(inventory)
-    if os.sep in inventory and path.is_dir():
-        return path.resolve()
-    known = [one.name for one in INVENTORIES.iterdir() if one.is_dir()] if INVENTORIES.is_dir() else []
-    raise UsageError(Problem("--inventory", *unknown("inventory", inventory, known)))
 
 
 def matching(hosts: Mapping[str, Sequence[str]], pattern: str | None) -> list[str]:
@@ -105,7 +90,7 @@ def hosts_of(inventory: str, names: Iterable[str]) -> list[Host]:
 
     The plan is left out of it on purpose: looking at nodes must work while intent is wrong.
     """
-    folder = folder_of(inventory)
+    folder = inventories.folder_of(inventory)
     variables = _variables(folder)
     missing = [name for name in names if name not in variables]
     if missing:
@@ -117,11 +102,8 @@ def hosts_of(inventory: str, names: Iterable[str]) -> list[Host]:
 
 def groups_of(inventory: str) -> dict[str, tuple[str, ...]]:
     """Every host of an inventory and its groups (without `all` and `ungrouped`), in inventory order."""
-    manager, _ = _manager(folder_of(inventory))
-    return {
-        host.name: tuple(g.name for g in host.get_groups() if g.name not in ("all", "ungrouped"))
-        for host in manager.get_hosts()
-    }
+    hosts = inventories.read(inventory).hosts
+    return {host.name: tuple(g for g in host.groups if g not in ("all", "ungrouped")) for host in hosts}
 
 
 def one_host(inventory: str, pattern: str) -> Host:
@@ -152,7 +134,7 @@ def _variables(folder: Path) -> dict[str, dict[str, Any]]:
 
 @cache
 def _start_ansible() -> None:
-    """Once a process: Ansible's plugin loader, without our own inventory plugin (which would resolve the plan)."""
+    """Once a process: Ansible's plugin loader, without our inventory plugin, which would resolve the plan."""
     from ansible import constants
     from ansible.plugins.loader import init_plugin_loader
 
@@ -168,13 +150,11 @@ def _manager(folder: Path) -> tuple[Any, Any]:
         os.environ.setdefault("ANSIBLE_CONFIG", str(config))
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
+
     _start_ansible()
     loader = DataLoader()
     loader.set_basedir(str(ROOT))
-    names = ("hosts.yml", "hosts.yaml", "hosts.ini", "hosts")
-    files = [str(folder / name) for name in names if (folder / name).is_file()]
-    if not files:
-        raise UsageError(Problem(str(folder), "has no hosts.yml"))
+    files = [str(folder / name) for name in inventories.HOSTS_FILES if (folder / name).is_file()]
     return InventoryManager(loader=loader, sources=files), loader
 
 
@@ -209,7 +189,7 @@ def _host(name: str, known: Mapping[str, Any]) -> Host:
     return Host(
         name=name,
         address=str(options.pop("hostname", known.get("ansible_host", name))),
-        port=int(known.get("ansible_port") or known.get("ansible_ssh_port") or options.pop("port", 22)),
+        port=int(str(known.get("ansible_port") or known.get("ansible_ssh_port") or options.pop("port", 22))),
         user=_text(known.get("ansible_user") or known.get("ansible_ssh_user") or options.pop("user", None)),
         key=_path(key),
         known_hosts=tuple(filter(None, map(_path, shlex.split(files)))),

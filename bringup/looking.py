@@ -21,6 +21,7 @@ MARGIN_S = 20.0
 """Beyond a request's own limit: connecting, starting Python on a busy node."""
 
 WATCH_EVERY_S = 5.0
+CRASH_LINES = 400
 LOG_FOLDER = "/var/log/bringup"
 FOLLOW_LIMIT_S = 24 * 3600
 AS_ROOT = 'if [ "$(id -u)" = 0 ]; then exec {0}; else exec sudo -n {0}; fi'

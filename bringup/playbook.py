@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from bringup import ROOT, events, fleet, lock, progress, redact, runs
+from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.planned import Plan
 
@@ -98,7 +99,7 @@ def run(
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
-    folder = fleet.folder_of(inventory)
+    folder = inventories.folder_of(inventory)
     plan = resolve(inventory)
     check_limit(plan, limit)
     job = Job(path, folder, limit, tags, skip_tags, check, dict(extra or {}))
@@ -214,7 +215,7 @@ def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
     from bringup import models
 
     hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
-    if job.inventory == fleet.INVENTORIES / "lab":
+    if job.inventory == inventories.INVENTORIES / "lab":
         from bringup import lab
 
         lab.up(hosts, say=seen.note)

@@ -19,6 +19,9 @@ from bringup.runs import RunRecord
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bringup.diagnose import Diagnosis
+    from bringup.runbooks import Runbook
+
 SCHEMA_VERSION = 1
 MESSAGE_LINES_SHOWN = 12
 DIFF_LINES_SHOWN = 40
@@ -372,6 +375,39 @@ def _show_crash(row: Mapping[str, Any], found: Any) -> None:
         for line in (*row["log"], *row["journal"]):
             out.print(f"    {line}", markup=False)
         diagnose.show(found, out)
+
+
+def show_diagnosis(found: Diagnosis, *, as_json: bool = False) -> Exit:
+    """Causes found in a log; FAILED when there is one."""
+    from bringup import diagnose
+
+    if as_json:
+        print_json(found.as_json())
+    else:
+        diagnose.show(found, console())
+    return found.exit
+
+
+def show_cause(cause: Any, *, as_json: bool = False) -> None:
+    """All that the catalog says about one cause."""
+    data = cause.model_dump(mode="json", exclude_none=True)
+    if as_json:
+        print_json(data)
+        return
+    import yaml
+
+    print(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100), end="")
+
+
+def show_runbooks(books: Sequence[Runbook], *, as_json: bool = False) -> None:
+    """The runbooks, one a row."""
+    if as_json:
+        import dataclasses
+
+        print_json({"runbooks": [dataclasses.asdict(book) for book in books]})
+        return
+    rows = [(book.name, "yes" if book.disruptive else "no", book.duration, book.when) for book in books]
+    table(console(), ("runbook", "disrupts", "takes", "when"), rows)
 
 
 def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bringup import ROOT, confirm, fleet, playbook
+from bringup import inventory as inventories
 from bringup.errors import Problem, UsageError, unknown
 from bringup.runs import RunRecord
 
@@ -45,7 +46,8 @@ class Runbook:
 
 def listed(folder: Path | None = None) -> list[Runbook]:
     """Every runbook, by name. Raises UsageError with everything wrong with any header."""
-    found, problems = [], []
+    found: list[Runbook] = []
+    problems: list[Problem] = []
     for path in sorted((folder or FOLDER).glob("*.yml")):
         try:
             found.append(read(path))
@@ -123,7 +125,7 @@ def run(
     hosts = fleet.matching(fleet.groups_of(inventory), limit)
     if book.disruptive and not check:
         what = f"{book.name}: {book.effect}. Undo: {book.undo}. Expected: {book.duration}. It runs"
-        confirm.disruptive(what, fleet.folder_of(inventory).name, hosts, yes=yes)
+        confirm.disruptive(what, inventories.folder_of(inventory).name, hosts, yes=yes)
     return playbook.run(
         f"runbooks/{name}",
         inventory,

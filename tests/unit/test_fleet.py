@@ -61,13 +61,6 @@ def test_every_wrong_part_of_a_pattern_is_named_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_an_inventory_is_a_name_or_a_path_and_nothing_else(tmp_path: Path) -> None:
-    assert fleet.folder_of(str(tmp_path)) == tmp_path
-    for wrong in ("", "no-such", str(tmp_path / "missing"), "../" + "x" * 20):
-        with pytest.raises(UsageError, match="unknown inventory"):
-            fleet.folder_of(wrong)
-
-
 @pytest.mark.parametrize(
     ("said", "read"),
     [

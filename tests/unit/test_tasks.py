@@ -18,6 +18,7 @@ INVOKE = Path(sys.executable).parent / "invoke"
 LIMIT_S = 60
 LIST_LIMIT_S = 0.3
 TRIES = 5
+LOCAL = "all: {hosts: {a: {ansible_connection: local}, b: {ansible_connection: local}}}"
 
 
 def invoke(*words: str) -> subprocess.CompletedProcess[str]:
@@ -96,9 +97,7 @@ def test_history_is_one_json_object() -> None:
 
 
 def test_without_a_terminal_nothing_disruptive_is_done_unasked(tmp_path: Path) -> None:
-    (tmp_path / "hosts.yml").write_text(
-        "all: {hosts: {a: {ansible_connection: local}, b: {ansible_connection: local}}}"
-    )
+    (tmp_path / "hosts.yml").write_text(LOCAL)
     done = invoke("exec", "--inventory", str(tmp_path), "--", "touch", str(tmp_path / "touched"))
     assert done.returncode == Exit.LOCKED
     assert "Add --yes to agree" in done.stderr
@@ -106,9 +105,7 @@ def test_without_a_terminal_nothing_disruptive_is_done_unasked(tmp_path: Path) -
 
 
 def test_a_command_on_many_hosts_groups_equal_output_and_keeps_the_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "hosts.yml").write_text(
-        "all: {hosts: {a: {ansible_connection: local}, b: {ansible_connection: local}}}"
-    )
+    (tmp_path / "hosts.yml").write_text(LOCAL)
     done = invoke("exec", "--inventory", str(tmp_path), "--yes", "--", "echo 100% ; exit 3")
     assert done.returncode == Exit.FAILED
     assert done.stdout.splitlines() == ["a, b  (exit 3)", "    100%"]
