@@ -24,6 +24,9 @@ SCHEMA_VERSION = 1
 DOWNLOAD_LIMIT_S = 900
 """Longest download of a wheel, seconds; the largest are some 400 MB."""
 
+PROGRAMS = {"llama-server": ROOT / "bringup" / "node" / "llama_serve.py"}
+"""Engines whose command line is a program of ours."""
+
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -222,7 +225,8 @@ def model_facts(model: str | None) -> ModelFacts:
 
 
 def renew(engine: str, version: str | None = None, wheel: Path | None = None) -> Path:
-    """Make or renew an engine version's table; without `wheel` it is downloaded. Returns the table's path.
+    """Make or renew an engine version's table; returns its path. Without `wheel` the version's wheel is
+    downloaded; the engine that a program of ours starts is read from that program.
 
     Raises UsageError when the wheel is of another engine or version, or cannot be had.
     """
@@ -230,6 +234,8 @@ def renew(engine: str, version: str | None = None, wheel: Path | None = None) ->
         return flagtable.write(flagtable.generate(wheel, engine, version))
     if version is None:
         raise UsageError(Problem("flags.table", "needs --version or --wheel"))
+    if engine in PROGRAMS:
+        return flagtable.write(flagtable.generate(PROGRAMS[engine], engine, version))
     with tempfile.TemporaryDirectory(prefix="bringup-wheel-") as folder:
         return flagtable.write(flagtable.generate(download(engine, version, Path(folder)), engine, version))
 

@@ -877,9 +877,10 @@ def _program(source: Source, path: Path) -> FlagTable:
         raise _lacking(path, "llama_serve.py")
     folder = Folder(source, "bringup")
     module = folder.module(name[:-3].replace("/", "."))
-    calls = [call for item in module.body if isinstance(item, ast.FunctionDef) for call in _calls(item)]
-    flags = [_from_call(call, folder, module) for call in calls]
-    return FlagTable("llama-server", "", Path(name).name, (_HELP, *_unique(flags)))
+    functions = [item for item in module.body if isinstance(item, ast.FunctionDef)]
+    flags = [_from_call(call, folder, module) for item in functions for call in _calls(item)]
+    exact = "allow_abbrev=False" in source.read(name)
+    return FlagTable("llama-server", "", Path(name).name, (_HELP, *_unique(flags)), prefixes=not exact)
 
 
 _READERS: dict[str, Callable[[Source, Path], FlagTable]] = {

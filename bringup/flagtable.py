@@ -243,7 +243,7 @@ def render(table: FlagTable) -> str:
     for key, value in data.items():
         if key in ("flags", "env"):
             items = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in value)
-            lines.append(f' "{key}": [\n{items}\n ]')
+            lines.append(f' "{key}": [\n{items}\n ]' if items else f' "{key}": []')
         else:
             lines.append(f' "{key}": {json.dumps(value)}')
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bringup import ROOT, flagrules, flags, flagtable
-from bringup.flagcheck import check_line
+from bringup.flagcheck import PROGRAMS, check_line
 from bringup.flags import CODES
 from bringup.flagtable import KINDS, FlagTable
 
@@ -42,6 +42,12 @@ def test_a_table_is_written_as_the_program_would_write_it(engine: str, version: 
     text = flagtable.path_of(engine, version).read_text(encoding="utf-8")
     assert text == flagtable.render(table_of(engine, version))
     assert json.loads(text)["schema_version"] == flagtable.SCHEMA_VERSION
+
+
+def test_the_tables_of_our_own_programs_are_up_to_date() -> None:
+    for engine, program in PROGRAMS.items():
+        version = flagtable.tables()[engine][-1]
+        assert flagtable.generate(program, engine, version) == table_of(engine, version)
 
 
 @tables
