@@ -194,6 +194,71 @@ def ask(
     _end(looking.answers_exit(rows))
 
 
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "service": "only this service",
+        "rolling": "--no-rolling: all hosts at once, without asking each other",
+        "check": "show what would be restarted and restart nothing",
+        "yes": YES,
+        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "json": JSON,
+    }
+)
+def restart(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    rolling: bool = True,
+    check: bool = False,
+    yes: bool = False,
+    force_unlock: bool = False,
+    json: bool = False,
+) -> None:
+    """Restart servers, one host after the other, each drained before and verified by a real token after."""
+    from bringup import report
+    from bringup import runbooks as books
+
+    record = books.run(
+        "restart-servers",
+        inventory,
+        limit=limit,
+        serial="1" if rolling else "100%",
+        check=check,
+        yes=yes,
+        extra=books.restart_variables(service, rolling=rolling),
+        force_unlock=force_unlock,
+    )
+    _end(report.show_run(record, as_json=json, brief=True))
+
+
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "check": "show what is left and remove nothing (exit 6: something is)",
+        "yes": YES,
+        "json": JSON,
+    }
+)
+def cleanup(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    check: bool = False,
+    yes: bool = False,
+    json: bool = False,
+) -> None:
+    """Remove what crashed servers left: processes outside of units, shared memory, taken ports and GPUs."""
+    from bringup import report
+    from bringup import runbooks as books
+
+    record = books.run("clean-up-leftovers", inventory, limit=limit, check=check, yes=yes)
+    _end(report.show_run(record, as_json=json))
+
+
 @task(positional=[], help={"inventory": INVENTORY, "limit": LIMIT})
 def ssh(c: Context, inventory: str, limit: str) -> None:
     """Open a shell on a node, as Ansible reaches it."""
@@ -518,7 +583,21 @@ def _collection(name: str, *tasks: Any) -> Collection:
 
 
 ns = Collection(
-    provision, check, preflight, status, logs, ask, ssh, execute, runbooks, run, diagnose, lint, check_all
+    provision,
+    check,
+    preflight,
+    status,
+    logs,
+    ask,
+    restart,
+    cleanup,
+    ssh,
+    execute,
+    runbooks,
+    run,
+    diagnose,
+    lint,
+    check_all,
 )
 ns.add_collection(_collection("failures", failures_add))
 ns.add_collection(_collection("flags", flags_check, flags_table))

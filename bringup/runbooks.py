@@ -134,3 +134,9 @@ def run(
         extra={**(extra or {}), "runbook_serial": serial, "runbook_max_fail": max_fail},
         force_unlock=force_unlock,
     )
+
+
+def restart_variables(service: str | None, *, rolling: bool) -> dict[str, Any]:
+    """Variables of `restart-servers`: which service (None: all), and whether nodes agree on who restarts."""
+    chosen = {"runbook_service": service} if service else {}
+    return chosen if rolling else {**chosen, "runbook_lease": "--alone"}

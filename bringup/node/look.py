@@ -7,6 +7,7 @@ about the last failure). The API key is read here, on the node: it is in no argv
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
 import re
@@ -21,11 +22,11 @@ from bringup.node import common
 from bringup.node.common import NoAnswer, Refusal
 
 LOGS = Path("/var/log/bringup")
+CRASHES = Path("/var/lib/bringup/crashes")
 PROBE_PROMPT = "Say one word."
 JOURNAL_AROUND_S = 60
 JOURNAL_LINES = 60
 TAIL_BYTES = 4 * 1024 * 1024
-FAILED = "Main process exited|Failed with result|Start request repeated|oom-kill|OOM killer"
 PROPERTIES = (
     "LoadState",
     "ActiveState",
@@ -98,36 +99,32 @@ def ask(name: str, prompt: str, tokens: int, limit_s: float) -> dict[str, Any]:
 
 
 def crash(name: str, lines: int) -> dict[str, Any]:
-    """The unit's last failure: `when` (epoch seconds, 0.0 for none), journal lines around it, log lines
-    before it.
+    """The service's last crash: `when` (epoch seconds, 0.0 for none), the journal around it, and the end of
+    the log.
+
+    The end of the log is what `trail.py` kept when the server ended, whatever was written since.
     """
     row: dict[str, Any] = {"service": name, "when": 0.0, "journal": [], "log": [], "error": ""}
     try:
-        unit = f"{common.load(name)['unit']}.service"
+        unit = str(common.load(name)["unit"])
     except Refusal as refusal:
         return {**row, "error": str(refusal)}
-    found = common.run(["journalctl", "-u", unit, "-g", FAILED, "-n", "1", "-o", "json", "--no-pager"])[1]
-    entry = _json(found.strip().splitlines()[-1] if found.strip() else "{}")
-    when = _number(str(entry.get("__REALTIME_TIMESTAMP", "0"))) / 1e6
-    if not when:
+    kept = sorted((CRASHES / unit).glob("*.log"))
+    if not kept:
         return row
+    when = _named_time(kept[-1].name)
     window = ["--since", f"@{when - JOURNAL_AROUND_S:.0f}", "--until", f"@{when + JOURNAL_AROUND_S:.0f}"]
-    journal = common.run(
-        ["journalctl", "-u", unit, *window, "-n", str(JOURNAL_LINES), "-o", "short-iso", "--no-pager"]
-    )[1]
-    written = before(tail(LOGS / name / "engine.log"), when)
-    return {**row, "when": when, "journal": journal.splitlines(), "log": written[-lines:]}
+    shape = ["-n", str(JOURNAL_LINES), "-o", "short-iso", "--no-pager", "--quiet"]
+    journal = common.run(["journalctl", "-u", f"{unit}.service", *window, *shape])[1]
+    return {**row, "when": when, "journal": journal.splitlines(), "log": tail(kept[-1])[-lines:]}
 
 
-def before(lines: list[str], when: float) -> list[str]:
-    """The lines written until `when`, by the times that lines carry; all when no line carries one."""
-    limit = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(when + 1))
-    last = None
-    for number, line in enumerate(lines):
-        found = re.search(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)", line)
-        if found and f"{found[1]} {found[2]}" <= limit:
-            last = number
-    return lines if last is None else lines[: last + 1]
+def _named_time(name: str) -> float:
+    """Epoch seconds of a file's name that begins with `20261129T231117Z`; 0.0 for another."""
+    try:
+        return float(calendar.timegm(time.strptime(name[:16], "%Y%m%dT%H%M%SZ")))
+    except ValueError:
+        return 0.0
 
 
 def tail(path: Path) -> list[str]:
@@ -171,14 +168,6 @@ def _moment(text: str) -> str | None:
 
 def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def main(request: Mapping[str, Any]) -> None:
