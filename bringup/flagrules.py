@@ -39,7 +39,8 @@ class When(Entry):
 
     `platform`: any whole word of the platform's name, such as h20 of h20-141gb (not known: does not hold).
     `values`: flag (dotted for JSON keys) to the values meant, given or default. `env`: variable to values, an
-    empty list meaning any. `model`: fact of `ModelFacts` to its value.
+    empty list meaning any. `model`: fact of `ModelFacts` to its value. `unguarded`: nothing but the command line
+    could ask clients for a key.
     """
 
     version: str = ""
@@ -52,6 +53,7 @@ class When(Entry):
     env: dict[str, list[str]] = Field(default_factory=dict)
     env_absent: list[str] = Field(default_factory=list)
     model: dict[str, bool | str | list[str]] = Field(default_factory=dict)
+    unguarded: bool = False
     compare: list[str] = Field(default_factory=list)
 
     @field_validator("version")
@@ -199,6 +201,7 @@ def _holds(when: When, settings: Settings, unknown: list[str]) -> bool:
     return (
         _gpu(when, settings, unknown)
         and _platform(when, settings)
+        and not (when.unguarded and settings.context.guarded)
         and all(_valued(settings, flag, wanted, unknown) for flag, wanted in when.values.items())
         and not any(_value_in(settings, flag, wanted) for flag, wanted in when.other_values.items())
         and all(settings.spelled(flag) is not None for flag in when.given)

@@ -99,7 +99,8 @@ class FlagContext:
     unknown.
 
     `complete`: the line is a whole launch, so required flags may be missed. `shell`: words may still hold
-    shell variables, whose values are then not judged.
+    shell variables, whose values are then not judged. `guarded`: the server gets an API key by other means
+    than the command line, or a gateway in front asks for one.
     """
 
     sm: int | None = None
@@ -107,6 +108,7 @@ class FlagContext:
     model: ModelFacts = field(default_factory=ModelFacts)
     complete: bool = True
     shell: bool = False
+    guarded: bool = False
 
 
 @dataclass(frozen=True)

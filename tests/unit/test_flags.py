@@ -202,6 +202,14 @@ def test_an_unknown_gpu_makes_a_refusal_conditional() -> None:
     assert blackwell == []
 
 
+def test_a_server_that_is_guarded_otherwise_is_not_called_open() -> None:
+    table = flags.load_table("sglang", "0.5.23")
+    words = ["--model-path", "/m", "--host", "0.0.0.0"]
+    assert "FLAG_UNSAFE" in {finding.code for finding in flags.check(table, words, {}, FlagContext())}
+    guarded = flags.check(table, words, {}, FlagContext(guarded=True))
+    assert "FLAG_UNSAFE" not in {finding.code for finding in guarded}
+
+
 def test_errors_come_first() -> None:
     table = flags.load_table("sglang", "0.5.23")
     words = ["--tp", "8", "--num-continuous-decode-steps", "4", "--fp8-gemm-backend", "cutlass"]
