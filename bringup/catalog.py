@@ -531,7 +531,6 @@ class Profile(Entry):
     warm_up: tuple[WarmUpWish, ...] = (WarmUpWish(),)
     limits: Limits = Limits()
     restart: RestartWish = RestartWish()
-    preload_newer_libstdcxx: bool = False
     expectations: tuple[Expectation, ...] = ()
     unmeasured: str | None = None
     ladder: Rung | None = None

@@ -130,12 +130,13 @@ def main(arguments: list[str] | None = None) -> int:
     print("llama_serve: stopping", file=sys.stderr, flush=True)
     drain(server)
     sys.stderr.flush()
-    # Not through the engine's destructor: it waits for ever for a request that is still being answered (seen).
+    # Not through the engine's destructor: it waits for ever for a request still being answered (seen).
     os._exit(0)
 
 
 def drain(server: Any) -> None:
-    """Waits until no request is being answered, DRAIN_S at most (without --metrics nobody can know, so not at all)."""
+    """Waits until no request is being answered, DRAIN_S at most (without --metrics nobody can know, so
+    not at all)."""
     end = time.monotonic() + DRAIN_S
     while time.monotonic() < end:
         busy = BUSY.search(str(server.handle_metrics()))

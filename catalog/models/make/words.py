@@ -1,4 +1,5 @@
-"""Writes `words.gguf`: a real, very small language model for the lab, byte for byte the same on every machine.
+"""Writes `words.gguf`: a real, very small language model for the lab, byte for byte the same on every
+machine.
 
     python catalog/models/make/words.py FOLDER
 
@@ -15,7 +16,7 @@ import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 TEXT = (
     "hello from a small model in the lab .",
@@ -36,7 +37,8 @@ HEADS = 4
 FEED_FORWARD = 64
 CONTEXT = 65536
 SHARPNESS, SPREAD = 24.0, 3.0
-"""Logit of a word that may follow, and how much more the most frequent one gets: nothing else is ever drawn."""
+"""Logit of a word that may follow, and how much more the most frequent one gets: nothing else is ever
+drawn."""
 
 UNKNOWN, BEGIN, END = 0, 1, 2
 NORMAL, UNKNOWN_TYPE, CONTROL, BYTE = 1, 2, 3, 6
@@ -52,11 +54,11 @@ Value = tuple[int, object]
 
 
 def vocabulary() -> list[tuple[str, float, int]]:
-    """Tokens as (text, score, type): specials, the 256 bytes, then every beginning of every word (the tokenizer
-    joins letters to the longest beginning that it knows, so a whole word is one token)."""
+    """Tokens as (text, score, type): specials, the 256 bytes, then every beginning of every word (the
+    tokenizer joins letters to the longest beginning that it knows, so a whole word is one token)."""
     tokens = [("<unk>", 0.0, UNKNOWN_TYPE), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     tokens += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
-    letters = sorted(set("".join(TEXT)) - {" "}) + ["▁"]
+    letters = [*sorted(set("".join(TEXT)) - {" "}), "▁"]
     tokens += [(letter, -1000.0, NORMAL) for letter in letters]
     beginnings = {f"▁{word[:size]}" for word in words() for size in range(1, len(word) + 1)}
     return tokens + [(text, float(len(text)) - 100.0, NORMAL) for text in sorted(beginnings)]
@@ -68,12 +70,14 @@ def words() -> list[str]:
 
 
 def one_hot(token: int, height: float) -> list[float]:
-    """A row that is `height` in the token's own column: normalised, it is sqrt(WIDTH) there and zero elsewhere."""
+    """A row that is `height` in the token's own column: normalised, it is sqrt(WIDTH) there and zero
+    elsewhere."""
     return [height if column == token else 0.0 for column in range(WIDTH)]
 
 
 def followers(index: dict[str, int]) -> dict[int, dict[int, float]]:
-    """For each token the tokens that follow it, with their share. What is no whole word is followed by a beginning."""
+    """For each token the tokens that follow it, with their share. What is no whole word is followed by a
+    beginning."""
     text = [index[f"▁{word}"] for line in TEXT for word in line.split()]
     pairs = [*itertools.pairwise(text), (text[-1], text[0])]
     counts: dict[int, dict[int, float]] = {}
@@ -175,7 +179,7 @@ def value_bytes(kind: int, value: object) -> bytes:
     if kind == STRING:
         return text_bytes(str(value))
     if kind == ARRAY:
-        inner, items = value  # type: ignore[misc]
+        inner, items = cast(tuple[int, list[object]], value)
         return struct.pack("<IQ", inner, len(items)) + b"".join(value_bytes(inner, item) for item in items)
     return struct.pack({U32: "<I", INT32: "<i", FLOAT: "<f", BOOL: "<?"}[kind], value)
 

@@ -1,0 +1,692 @@
+"""Intent + catalog -> Plan, or every problem at once. Reads the inventory and the catalog; the rest is pure.
+
+Hosts that want the same thing are worked out once: an inventory of a hundred equal nodes costs what one does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bringup import ROOT, fit, flags, intent, inventory, placement
+from bringup import catalog as catalogs
+from bringup.catalog import Catalog, Engine, Model, Platform, Profile
+from bringup.entries import Entry, build, read_yaml
+from bringup.errors import Problem, UsageError
+from bringup.intent import Intent, LogWish, ServiceIntent
+from bringup.inventory import Inventory
+from bringup.planned import (
+    ApiKey,
+    Endpoints,
+    Finding,
+    Fit,
+    HostPlan,
+    LogRotation,
+    ModelFile,
+    ModelSource,
+    Placement,
+    Plan,
+    PlannedEnvironment,
+    PlannedModel,
+    Restart,
+    Service,
+    WarmUp,
+)
+
+LIBRARY = "/opt/bringup/lib"
+ENVIRONMENTS = "/opt/bringup/environments"
+CACHES = "/var/cache/bringup"
+DIGEST_LENGTH = 8
+"""Hexadecimal digits of a digest that go into a folder's name."""
+LEASE_PORT = 7766
+"""Where the nodes ask each other before a scheduled restart: no server may have it."""
+LOOPBACK = "127.0.0.1,localhost,::1"
+MIB, HOUR_S = 1024**2, 3600
+
+HostKey = tuple[str, ...]
+T = TypeVar("T")
+
+
+class ModelLock(Entry):
+    """A model's lock: the revision it was made from and every file with its size and SHA-256."""
+
+    revision: str
+    files: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What follows for one kind of host, and all that was noticed on the way."""
+
+    host: HostPlan | None
+    problems: tuple[Problem, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Catalog entries of one service, its final flags (placeholders filled in) and environment, and its
+    GPUs."""
+
+    intent: ServiceIntent
+    platform: Platform
+    profile: Profile
+    engine: Engine
+    model: Model
+    draft: Model | None
+    gpus: tuple[int, ...]
+    flags: Mapping[str, Any]
+    placement: Placement
+
+
+def load(name_or_path: str) -> Plan:
+    """The plan of an inventory, by name or folder. Raises UsageError with every problem of intent and
+    catalog."""
+    return resolve(inventory.read(name_or_path), catalogs.lazy())
+
+
+def resolve(wanted: Inventory, known: Catalog) -> Plan:
+    """What follows from an inventory and the catalog. Raises UsageError with every problem."""
+    groups = _alike(wanted)
+    results = {key: _resolve_kind(wanted.name, names, key, known) for key, names in groups.items()}
+    problems = [problem for result in results.values() for problem in result.problems]
+    if problems:
+        raise UsageError(dict.fromkeys(problems))
+    of_host = {name: results[key].host for key, names in groups.items() for name in names}
+    hosts = tuple(_named(of_host[host.name], host.name, host.groups) for host in wanted.hosts)
+    findings = tuple(dict.fromkeys(finding for result in results.values() for finding in result.findings))
+    return Plan(wanted.name, hosts, findings, digest_of([asdict(host) for host in hosts]))
+
+
+def _named(host: HostPlan | None, name: str, groups: Sequence[str]) -> HostPlan:
+    assert host is not None
+    return replace(host, name=name, groups=tuple(groups))
+
+
+def _alike(wanted: Inventory) -> dict[str, list[str]]:
+    """Names of hosts by their variables that matter (as JSON): those in one row get the same plan."""
+    found: dict[str, list[str]] = {}
+    for host in wanted.hosts:
+        own = {
+            name: value
+            for name, value in host.variables.items()
+            if not name.startswith(intent.PASSED_THROUGH)
+        }
+        found.setdefault(json.dumps(own, default=_as_json, sort_keys=False), []).append(host.name)
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return str(value)
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 (hexadecimal) of a JSON-able value."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- one kind of host -----------------------------------------------------------------------------
+
+
+def _resolve_kind(inventory_name: str, names: Sequence[str], key: str, known: Catalog) -> Resolved:
+    variables = json.loads(key)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    where = f"inventories/{inventory_name} ({names[0]}{more})"
+    problems = intent.strangers(variables, where)
+    own = intent.of_variables(variables)
+    problems += [
+        problem for name, value in own.items() for problem in intent.closed(value, f"{where}: {name}")
+    ]
+    wanted = _attempt(problems, lambda: build(Intent, own, where))
+    if wanted is None:
+        return Resolved(None, tuple(problems), ())
+    return _resolve_host(wanted, where, problems, known)
+
+
+def _resolve_host(wanted: Intent, where: str, problems: list[Problem], known: Catalog) -> Resolved:
+    platform = _attempt(problems, lambda: known.platform(wanted.node_platform))
+    problems += _clashes(wanted, where)
+    findings: list[Finding] = []
+    parts: list[Parts] = []
+    taken: dict[int, str] = {}
+    for one in wanted.node_services:
+        here = f"{where}: service {one.name}"
+        found = _parts(one, here, wanted, platform, known, taken, problems)
+        if found:
+            parts.append(found)
+    made = [_service(part, wanted, where, known, problems, findings) for part in parts]
+    if problems or platform is None:
+        return Resolved(None, tuple(problems), tuple(findings))
+    arch = platform.arch
+    environments = _unique(_environment(part.engine, arch, findings) for part in parts)
+    models = _unique(model for part in parts for model in _models(part, wanted, findings))
+    host = HostPlan(
+        name="",
+        groups=(),
+        platform=wanted.node_platform,
+        arch=arch,
+        services=tuple(service for service, _ in made),
+        models=tuple(models),
+        environments=tuple(environments),
+        fits=tuple(verdict for _, verdict in made),
+        expected=platform.model_dump(mode="json"),
+        site=_site(wanted),
+    )
+    return Resolved(host, (), tuple(findings))
+
+
+def _attempt(problems: list[Problem], make: Callable[[], T]) -> T | None:
+    """What `make` makes; None, and its problems noted, when it cannot."""
+    try:
+        return make()
+    except UsageError as error:
+        problems += error.problems
+        return None
+
+
+def _unique(items: Iterable[T]) -> list[T]:
+    """Each item once, in order (by value; dictionaries inside are allowed)."""
+    found: list[T] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
+
+
+def _site(wanted: Intent) -> dict[str, Any]:
+    plain = wanted.model_dump(mode="json", exclude={"node_platform", "node_services"})
+    return {name.removeprefix("node_"): value for name, value in plain.items()}
+
+
+def _clashes(wanted: Intent, where: str) -> list[Problem]:
+    """Names and ports that are used twice."""
+    problems = []
+    names: dict[str, int] = {}
+    ports: dict[int, str] = {LEASE_PORT: "bringup itself (scheduled restarts)"}
+    for index, one in enumerate(wanted.node_services):
+        here = f"{where}: node_services.{index}"
+        if one.name in names:
+            problems.append(Problem(f"{here}.name", f'"{one.name}" is the name of another service already'))
+        names[one.name] = index
+        if one.port in ports:
+            problems.append(
+                Problem(f"{here}.port", f"{one.name} wants port {one.port}, which {ports[one.port]} has")
+            )
+        ports.setdefault(one.port, one.name)
+        if not ipaddress.ip_address(one.bind).is_loopback and not one.api_key:
+            problems.append(
+                Problem(
+                    f"{here}.bind",
+                    f"{one.name} would listen on {one.bind} for everybody, without an API key",
+                    "Set api_key to the name of a vault_ variable, or bind to 127.0.0.1.",
+                )
+            )
+    return problems
+
+
+# --- one service: its entries, flags and GPUs -----------------------------------------------------
+
+
+def _parts(
+    one: ServiceIntent,
+    here: str,
+    wanted: Intent,
+    platform: Platform | None,
+    known: Catalog,
+    taken: dict[int, str],
+    problems: list[Problem],
+) -> Parts | None:
+    """The entries of a service, and what follows for flags, GPUs and placement; None with problems noted."""
+    before = len(problems)
+    profile = _attempt(problems, lambda: known.profile(one.profile))
+    if profile is None:
+        return None
+    problems += known.check_profile(known.where("profiles", one.profile), profile)
+    engine = _attempt(problems, lambda: known.engine(profile.engine))
+    model = _attempt(problems, lambda: known.model(profile.model))
+    draft = _attempt(problems, lambda: known.model(profile.draft or "")) if profile.draft else None
+    if platform is not None and wanted.node_platform not in profile.platforms:
+        problems.append(
+            Problem(
+                here,
+                f"profile {one.profile} is for {', '.join(profile.platforms)}, not for {wanted.node_platform}",
+                _other_profiles(wanted.node_platform, profile, known),
+            )
+        )
+    if platform is None or engine is None or model is None or len(problems) > before:
+        return None
+    gpus = _gpus(one, here, profile, engine, platform, taken, problems)
+    put = _attempt(
+        problems,
+        lambda: placement.place(platform, gpus, profile.placement.bind, profile.placement.node),
+    )
+    problems += _reserved(one, here, profile, engine, known)
+    if put is None or len(problems) > before:
+        return None
+    merged = engine.launch.always | profile.flags | placement.engine_flags(engine.engine, put) | one.flags
+    filled = {
+        flag: _filled(value, {"draft": f"{wanted.node_model_folder}/{profile.draft}"})
+        for flag, value in merged.items()
+    }
+    return Parts(one, platform, profile, engine, model, draft, gpus, filled, put)
+
+
+def _other_profiles(platform: str, profile: Profile, known: Catalog) -> str:
+    """Profiles of the same model for this platform."""
+    names = [
+        name
+        for name in known.names("profiles")
+        if name != profile.based_on and platform in name and profile.model.split("-")[0] in name
+    ]
+    return f"For {platform} there are: {', '.join(names[:6])}." if names else ""
+
+
+def _gpus(
+    one: ServiceIntent,
+    here: str,
+    profile: Profile,
+    engine: Engine,
+    platform: Platform,
+    taken: dict[int, str],
+    problems: list[Problem],
+) -> tuple[int, ...]:
+    """The GPUs a service gets: those it names, else the first free ones, as many as its profile wants
+    (default: all)."""
+    there = platform.gpus.count if platform.gpus else 0
+    if one.gpus is not None:
+        chosen = tuple(one.gpus)
+        if beyond := [gpu for gpu in chosen if gpu >= there]:
+            problems.append(Problem(f"{here}.gpus", f"there is no GPU {beyond[0]}: the platform has {there}"))
+        if len(set(chosen)) < len(chosen):
+            problems.append(Problem(f"{here}.gpus", "names a GPU twice"))
+    elif not engine.needs_gpu and profile.gpus is None:
+        chosen = ()
+    else:
+        count = profile.gpus if profile.gpus is not None else there
+        free = [gpu for gpu in range(there) if gpu not in taken]
+        # Where they do not suffice, others' are taken, so that the message below names who has them.
+        chosen = tuple((free if len(free) >= count else list(range(there)))[:count])
+    for gpu in dict.fromkeys(chosen):
+        if gpu in taken:
+            problems.append(Problem(f"{here}.gpus", f"GPU {gpu} belongs to service {taken[gpu]} already"))
+        taken.setdefault(gpu, one.name)
+    return chosen
+
+
+def _reserved(
+    one: ServiceIntent, here: str, profile: Profile, engine: Engine, known: Catalog
+) -> list[Problem]:
+    """Flags that the plan itself gives: two values for one thing would leave it to chance which one wins."""
+    launch = engine.launch
+    why = {
+        launch.model: "it comes from the model",
+        launch.host: "it is the service's bind",
+        launch.port: "it is the service's port",
+        launch.served_name: "it is the service's served_name",
+        "--api-key": "it is the service's api_key, and never on a command line",
+        "--trust-remote-code": "it is the model's decision (trust_remote_code in its entry)",
+    }
+    if launch.api_key:
+        why[launch.api_key.name] = why["--api-key"]
+    places = ((known.where("profiles", one.profile), profile.flags), (f"{here}.flags", one.flags))
+    return [
+        Problem(f"{place}: {flag}", f"is not set here: {why[flag]}")
+        for place, given in places
+        for flag in given
+        if flag in why
+    ]
+
+
+def _filled(value: Any, places: Mapping[str, str]) -> Any:
+    """A flag's value with `{name}` replaced; braces of JSON stay as they are."""
+    if isinstance(value, str):
+        for name, text in places.items():
+            value = value.replace("{" + name + "}", text)
+        return value
+    if isinstance(value, list):
+        return [_filled(item, places) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, places) for key, item in value.items()}
+    return value
+
+
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """Flags as words of a command line."""
+    result: list[str] = []
+    for flag, value in given.items():
+        if value is True:
+            result.append(flag)
+        elif isinstance(value, list):
+            result += [flag, *(_word(item) for item in value)]
+        elif value is not False:
+            result += [flag, _word(value)]
+    return result
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- one service: the result ----------------------------------------------------------------------
+
+
+def _service(
+    part: Parts,
+    wanted: Intent,
+    where: str,
+    known: Catalog,
+    problems: list[Problem],
+    findings: list[Finding],
+) -> tuple[Service, Fit]:
+    """The planned service and its memory arithmetic; what flags and memory have to say is noted."""
+    one, engine, profile = part.intent, part.engine, part.profile
+    planned_model = _planned_model(profile.model, part.model, engine.launch.model_is, wanted)
+    served = one.served_name or profile.model
+    launch = engine.launch
+    given: dict[str, Any] = {
+        launch.model: planned_model.entry,
+        launch.served_name: served,
+        launch.host: one.bind,
+        launch.port: one.port,
+    }
+    if launch.context and profile.context:
+        given[launch.context] = profile.context
+    given |= part.flags
+    if part.model.trust_remote_code:
+        given["--trust-remote-code"] = True
+    flag_words = words_of(given)
+    cache = f"{CACHES}/{one.name}"
+    environment = _variables(part, cache)
+    here = f"{where}: service {one.name}"
+    _check_flags(here, part, flag_words, environment, problems, findings)
+    verdict = _fit(here, part, known, problems, findings)
+    prefix = _environment(engine, part.platform.arch, []).prefix
+    service = Service(
+        name=one.name,
+        unit=f"bringup-{one.name}",
+        profile=one.profile,
+        engine=engine.engine,
+        engine_version=engine.version,
+        model=profile.model,
+        served_name=served,
+        bind=one.bind,
+        port=one.port,
+        user=one.user or wanted.node_user,
+        argv=(*(_filled(word, {"prefix": prefix, "lib": LIBRARY}) for word in launch.argv), *flag_words),
+        environment=environment,
+        env_name=profile.engine,
+        endpoints=Endpoints(
+            health=engine.endpoints.health,
+            models=engine.endpoints.models,
+            chat=engine.endpoints.chat,
+            completions=engine.endpoints.completions,
+            metrics=engine.endpoints.metrics,
+        ),
+        gpus=part.gpus,
+        placement=part.placement,
+        warm_up=tuple(WarmUp(**step.model_dump()) for step in profile.warm_up),
+        restart=_restart(one, wanted, profile),
+        logs=_logs(one.logs, wanted.node_log_rotation),
+        start_timeout_s=profile.limits.start_timeout_s or engine.start.timeout_s,
+        stop_timeout_s=profile.limits.stop_timeout_s or engine.stop.timeout_s,
+        probe_timeout_s=profile.limits.probe_timeout_s or engine.start.probe_timeout_s,
+        api_key=_api_key(one, engine),
+        log_markers={str(phase): pattern for phase, pattern in engine.log.markers.items()},
+        metrics_names=dict(engine.metrics),
+        writable=(cache,),
+        cache_folder=cache,
+        context_tokens=_context(part),
+        memory_gib=profile.limits.memory_gib,
+        is_stand_in=one.is_stand_in,
+    )
+    return service, verdict
+
+
+def _variables(part: Parts, cache: str) -> dict[str, str]:
+    """The environment: the engine's, then the profile's, then the service's own."""
+    own = {"HOME": cache, "NO_PROXY": LOOPBACK, "no_proxy": LOOPBACK}
+    caches = {name: _filled(value, {"cache": cache}) for name, value in part.engine.cache_environment.items()}
+    # Only where a service may not see all GPUs: otherwise the engine's own order holds.
+    everything = tuple(range(part.platform.gpus.count)) if part.platform.gpus else ()
+    visible = (
+        {"CUDA_VISIBLE_DEVICES": ",".join(map(str, part.gpus))}
+        if part.gpus != everything and everything
+        else {}
+    )
+    return (
+        own | caches | visible | part.engine.environment | part.profile.environment | part.intent.environment
+    )
+
+
+def _api_key(one: ServiceIntent, engine: Engine) -> ApiKey | None:
+    how = engine.launch.api_key
+    return ApiKey(one.api_key, how.how, how.name) if one.api_key and how else None
+
+
+def _restart(one: ServiceIntent, wanted: Intent, profile: Profile) -> Restart:
+    """The service's wish, else the host's quiet hours, else the profile's, key by key."""
+    levels = (profile.restart, wanted.node_quiet_hours, one.restart)
+    given = [level.model_dump(exclude_none=True) for level in levels]
+    return Restart(**{key: value for level in given for key, value in level.items()})
+
+
+def _logs(*levels: LogWish) -> LogRotation:
+    """The first level that says something decides."""
+
+    def first(name: str) -> Any:
+        return next((value for level in levels if (value := getattr(level, name)) is not None), None)
+
+    default = LogRotation()
+    size, age = first("size_mib"), first("age_hours")
+    return LogRotation(
+        size_bytes=int(size * MIB) if size else default.size_bytes,
+        age_s=int(age * HOUR_S) if age else default.age_s,
+        keep=first("keep") or default.keep,
+        mode=first("mode") or default.mode,
+    )
+
+
+def _context(part: Parts) -> int:
+    """Tokens that one request may have: the launch line's, else the profile's, else the model's."""
+    flag = part.engine.launch.context
+    given = part.flags.get(flag) if flag else None
+    tokens = given if isinstance(given, int) and given > 0 else part.profile.context or part.model.context
+    slots = part.flags.get("--parallel") if part.engine.engine == "llama-server" else None
+    return int(tokens) // slots if isinstance(slots, int) and slots > 0 else int(tokens)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_flags(
+    here: str,
+    part: Parts,
+    flag_words: Sequence[str],
+    environment: Mapping[str, str],
+    problems: list[Problem],
+    findings: list[Finding],
+) -> None:
+    """The engine version's own view of the command line."""
+    table = _attempt(problems, lambda: flags.load_table(part.engine.engine, part.engine.version))
+    if table is None:
+        return
+    gpus = part.platform.gpus
+    model = part.model
+    context = flags.FlagContext(
+        sm=int(gpus.sm.replace(".", "")) if gpus else None,
+        platform=None,
+        model=flags.ModelFacts(
+            name=part.profile.model,
+            architecture=model.architecture,
+            sparse_attention=model.sparse_attention is not None,
+            moe=model.shape.experts > 0,
+            quantization=model.quantisation,
+            mtp=model.mtp is not None,
+        ),
+    )
+    ours = ("HOME", "NO_PROXY", "no_proxy")
+    theirs = {name: value for name, value in environment.items() if name not in ours}
+    for found in flags.check(table, flag_words, theirs, context):
+        place = f"{here}, profile {part.intent.profile}: {found.flag}"
+        _note(
+            Finding(found.code, found.severity, place, found.what, found.reason, found.instead, found.source),
+            problems,
+            findings,
+        )
+
+
+def _note(found: Finding, problems: list[Problem], findings: list[Finding]) -> None:
+    if found.severity == "error":
+        reason = f" ({found.reason})" if found.reason else ""
+        problems.append(Problem(found.where, f"{found.what}{reason}", found.instead))
+    else:
+        findings.append(found)
+
+
+def _fit(here: str, part: Parts, known: Catalog, problems: list[Problem], findings: list[Finding]) -> Fit:
+    """The memory arithmetic; when it says no, it is asked again which platforms would do."""
+
+    def ask(others: Mapping[str, Platform] | None) -> tuple[Fit, list[Finding]]:
+        return fit.of_service(
+            part.model,
+            part.platform,
+            part.profile,
+            part.flags,
+            part.gpus,
+            service=part.intent.name,
+            where=here,
+            draft=part.draft,
+            others=others,
+        )
+
+    verdict, found = ask(None)
+    if any(finding.severity == "error" for finding in found):
+        names = known.names("platforms")
+        verdict, found = ask({name: known.platform(name) for name in names})
+    for finding in found:
+        _note(finding, problems, findings)
+    return verdict
+
+
+# --- environments and models ----------------------------------------------------------------------
+
+
+def _environment(engine: Engine, arch: str, findings: list[Finding]) -> PlannedEnvironment:
+    """The engine's environment; its digest covers all that goes into it, so that a change makes a new
+    folder."""
+    install, name = engine.install, f"{engine.engine}-{engine.version}"
+    lock = install.locks.get("aarch64" if arch == "aarch64" else "x86_64", "")
+    if not lock:
+        findings.append(
+            Finding(
+                "PLAN_NO_LOCK",
+                "warning",
+                f"environment {name}",
+                f"no lock for {arch} yet: this previews, and does not provision",
+                instead=f"invoke envs.lock --engine {name}",
+            )
+        )
+    content = (ROOT / lock).read_text(encoding="utf-8") if lock else " ".join(install.requires)
+    parts = [install.provider, install.python, content, [list(check) for check in install.checks]]
+    digest = digest_of(parts)
+    return PlannedEnvironment(
+        name=name,
+        provider=install.provider,
+        python=install.python,
+        lock=lock,
+        digest=digest,
+        prefix=f"{ENVIRONMENTS}/{name}-{digest[:DIGEST_LENGTH]}",
+        checks=tuple(tuple(check) for check in install.checks),
+    )
+
+
+def _models(part: Parts, wanted: Intent, findings: list[Finding]) -> Iterator[PlannedModel]:
+    named = [(part.profile.model, part.model)]
+    named += [(part.profile.draft or "", part.draft)] if part.draft else []
+    for name, model in named:
+        planned = _planned_model(name, model, part.engine.launch.model_is, wanted)
+        if not planned.files:
+            findings.append(
+                Finding(
+                    "PLAN_NO_LOCK",
+                    "warning",
+                    f"model {name}",
+                    "no lock yet: this previews, and does not provision",
+                    instead=f"invoke models.lock --model {name}",
+                )
+            )
+        yield planned
+
+
+def _planned_model(name: str, model: Model, model_is: str, wanted: Intent) -> PlannedModel:
+    folder = f"{wanted.node_model_folder}/{name}"
+    lock = _lock(model)
+    files = tuple(ModelFile(**file) for file in lock.files) if lock else ()
+    entry = f"{folder}/{model.entry}" if model_is == "file" and model.entry else folder
+    return PlannedModel(
+        name=name,
+        folder=folder,
+        entry=entry,
+        size=sum(file.size for file in files) or int(model.weights.total_gib * 1024**3),
+        files=files,
+        sources=tuple(_sources(name, model, lock, wanted)),
+        made_by=model.made_by,
+        expects=_expects(model),
+    )
+
+
+def _lock(model: Model) -> ModelLock | None:
+    if not model.lock:
+        return None
+    return build(ModelLock, read_yaml(ROOT / model.lock, model.lock), model.lock)
+
+
+def _sources(name: str, model: Model, lock: ModelLock | None, wanted: Intent) -> Iterator[ModelSource]:
+    """The site's own places first, then the hubs at the pinned revision."""
+    if model.made_by:
+        return
+    revision = (lock.revision if lock else None) or model.hub.revision or "main"
+    places = {
+        "name": name,
+        "repository": model.hub.huggingface or model.hub.modelscope or name,
+        "revision": revision,
+    }
+    for source in wanted.node_model_sources:
+        yield ModelSource(source.kind, _filled(source.locator, places))
+    if model.hub.huggingface:
+        yield ModelSource("huggingface", f"{model.hub.huggingface}@{revision}")
+    if model.hub.modelscope:
+        yield ModelSource("modelscope", f"{model.hub.modelscope}@{revision}")
+
+
+def _expects(model: Model) -> dict[str, Any]:
+    """What the files must say of themselves (bringup/node/contents.py): a wrong or half model is found
+    before it runs."""
+    if model.format != "safetensors":
+        return {}
+    expects: dict[str, Any] = {"architecture": model.architecture} if model.architecture else {}
+    if model.mtp:
+        expects["tensors"] = {model.mtp.prefix: model.mtp.tensors}
+    return expects
+
+
+def unprovisionable(plan: Plan) -> list[Problem]:
+    """What is missing before a plan may change nodes: locks that nobody has made yet."""
+    return [
+        Problem(finding.where, finding.what, f"Make it: {finding.instead}")
+        for finding in plan.findings
+        if finding.code == "PLAN_NO_LOCK"
+    ]
+
+
+def folder_of(name: str) -> Path:
+    """The folder of an inventory, by name or path."""
+    return inventory.folder_of(name)
