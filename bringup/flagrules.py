@@ -38,8 +38,8 @@ class When(Entry):
     """All of these must hold. A fact that is not known (GPU, model) makes the verdict conditional.
 
     `platform`: any whole word of the platform's name, such as h20 of h20-141gb (not known: does not hold).
-    `values`: flag (dotted for JSON keys) to the values meant, given or default. `env`: variable to values, an
-    empty list meaning any. `model`: fact of `ModelFacts` to its value. `unguarded`: nothing but the command line
+    `values`: flag (dotted for JSON keys) to the values meant, given or default. `env`: variable to values (an
+    empty list: any). `model`: fact of `ModelFacts` to its value. `unguarded`: nothing but the command line
     could ask clients for a key.
     """
 
