@@ -102,6 +102,8 @@ def run(
     folder = inventories.folder_of(inventory)
     plan = resolve(inventory)
     check_limit(plan, limit)
+    if playbook == "provision" and tags != "preflight":
+        check_complete(plan)
     job = Job(path, folder, limit, tags, skip_tags, check, dict(extra or {}))
     name = name or playbook.removeprefix("runbooks/")
     arguments = {
@@ -204,6 +206,15 @@ def resolve(inventory: str) -> Plan:
     return plan.load(inventory)
 
 
+def check_complete(plan: Plan) -> None:
+    """Raises UsageError when locks are missing that nobody has made yet: such a plan can only be looked at."""
+    from bringup import plan as plans
+
+    missing = plans.unprovisionable(plan)
+    if missing:
+        raise UsageError(missing)
+
+
 def check_limit(plan: Plan, limit: str | None) -> None:
     """Raises UsageError when --limit names no host of the inventory."""
     if limit:
@@ -211,15 +222,12 @@ def check_limit(plan: Plan, limit: str | None) -> None:
 
 
 def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
-    """What a play needs beside it: the nodes of the lab when that is the inventory, and models made here."""
-    from bringup import models
-
+    """What a play needs beside it: the nodes of the lab, when that is the inventory."""
     hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
     if job.inventory == inventories.INVENTORIES / "lab":
         from bringup import lab
 
         lab.up(hosts, say=seen.note)
-    models.ensure_made(plan)
 
 
 def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None = None) -> Played:
