@@ -16,8 +16,8 @@ import secrets
 import ssl
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -101,7 +101,9 @@ class Connection:
         key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
         self._headers = f"Host: {host}:{port}\r\nAccept: */*\r\n{key}"
 
-    async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, AsyncIterator[bytes]]:
+    async def send(
+        self, method: str, path: str, body: bytes = b""
+    ) -> tuple[int, AsyncGenerator[bytes, None]]:
         """Sends a request; gives the status and the body's pieces as they arrive. A kept connection that
         the server has closed in the meantime is opened anew, once."""
         head = (
@@ -118,7 +120,7 @@ class Connection:
                 raise
         return await self._exchange(data)
 
-    async def _exchange(self, data: bytes) -> tuple[int, AsyncIterator[bytes]]:
+    async def _exchange(self, data: bytes) -> tuple[int, AsyncGenerator[bytes, None]]:
         reader, writer = await self._open()
         writer.write(data)
         status, headers = _head(await reader.readuntil(b"\r\n\r\n"))
@@ -134,7 +136,9 @@ class Connection:
                 )
         return self._reader, self._writer
 
-    async def _body(self, reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    async def _body(
+        self, reader: asyncio.StreamReader, headers: Mapping[str, str]
+    ) -> AsyncGenerator[bytes, None]:
         try:
             if "chunked" in headers.get("transfer-encoding", ""):
                 async for piece in _chunks(reader):
@@ -170,12 +174,20 @@ def _head(data: bytes) -> tuple[int, dict[str, str]]:
     return int(words[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
+async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    while size := int((await _line(reader)).split(b";")[0], 16):
         data = await reader.readexactly(size + 2)
         yield data[:-2]
-    while (await reader.readline()).strip():
+    while (await _line(reader)).strip():
         pass
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """A line; a connection that ends instead is an error, since a chunked body says when it is over."""
+    line = await reader.readline()
+    if not line:
+        raise ConnectionResetError("the server closed it within an answer")
+    return line
 
 
 # --- one request -------------------------------------------------------------------------------------------
@@ -244,19 +256,21 @@ async def ask(
 
 
 async def _read_answer(
-    status: int, pieces: AsyncIterator[bytes], marks: list[float], usage: dict[str, Any]
+    status: int, pieces: AsyncGenerator[bytes, None], marks: list[float], usage: dict[str, Any]
 ) -> None:
     """Reads an event stream: `marks` gets the times of the first and the last token, `usage` the counts."""
     if status != 200:
         text = b"".join([piece async for piece in pieces]).decode(errors="replace")
         raise ServerError(f"HTTP {status}: {text[:ERROR_TEXT]}")
     rest = b""
-    async for piece in pieces:
-        now = time.perf_counter()
-        *events, rest = (rest + piece).split(b"\n")
-        for event in events:
-            if event.startswith(b"data:") and b"[DONE]" not in event[:16]:
-                _take(json.loads(event[5:]), now, marks, usage)
+    # Closed at once when an event raises, so that nothing is read from a connection that is given up.
+    async with aclosing(pieces) as open_pieces:
+        async for piece in open_pieces:
+            now = time.perf_counter()
+            *events, rest = (rest + piece).split(b"\n")
+            for event in events:
+                if event.startswith(b"data:") and b"[DONE]" not in event[:16]:
+                    _take(json.loads(event[5:]), now, marks, usage)
 
 
 def _take(event: Any, now: float, marks: list[float], usage: dict[str, Any]) -> None:

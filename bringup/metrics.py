@@ -4,9 +4,10 @@ The engine's catalog entry maps our names to its own (`Engine.metrics`). A page 
 are no samples are left out, so a new engine version costs a name, not a measurement.
 
 Our names: `running`, `waiting`, `kv_usage`, `generation_throughput`, `prompt_tokens_total`,
-`generation_tokens_total`, `cached_tokens_total`, `cache_queries_total`, `cache_hits_total`, `cache_hit_rate`,
-`accept_length`, `drafts_total` (verification steps), `drafted_tokens_total`, `accepted_tokens_total`,
-`draft_tokens` (a step's tokens, the verified root among them).
+`generation_tokens_total`, `cached_tokens_total`, `uncached_tokens_total` (where prompt tokens leave cached
+ones out), `cache_queries_total`, `cache_hits_total`, `cache_hit_rate`, `accept_length`, `drafts_total`
+(verification steps), `drafted_tokens_total`, `accepted_tokens_total`, `draft_tokens` (a step's tokens, the
+verified root among them).
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ def _cache_hits(before: Mapping[str, float], after: Mapping[str, float]) -> floa
     hits, queries = _grown(before, after, "cache_hits_total"), _grown(before, after, "cache_queries_total")
     if hits is not None and queries:
         return 100 * hits / queries
-    cached, prompt = (
+    cached, fresh = (
         _grown(before, after, "cached_tokens_total"),
-        _grown(before, after, "prompt_tokens_total"),
+        _grown(before, after, "uncached_tokens_total"),
     )
+    prompt = _grown(before, after, "prompt_tokens_total") if fresh is None else fresh + (cached or 0.0)
     return 100 * cached / prompt if cached is not None and prompt else None

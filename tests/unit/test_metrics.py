@@ -60,6 +60,7 @@ def test_acceptance_without_a_count_of_accepted_tokens_comes_from_steps() -> Non
     [
         ({"cache_hits_total": 30.0, "cache_queries_total": 120.0}, 25),
         ({"cached_tokens_total": 64.0, "prompt_tokens_total": 512.0}, 12.5),
+        ({"cached_tokens_total": 64.0, "uncached_tokens_total": 192.0}, 25),
         ({"prompt_tokens_total": 512.0}, None),
     ],
 )

@@ -1,0 +1,403 @@
+"""Running a suite against servers that can be reached, and what is kept of it.
+
+Results go out as JSON (`as_json`, read back by `from_json`), CSV and a table; `against` compares two of them,
+or one with the measurement behind a profile. HTML is in bringup/benchreport.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import dataclasses
+import io
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from bringup import bench, load, metrics, suites
+from bringup.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from bringup import catalog
+
+SCHEMA_VERSION = 1
+SAMPLES_KEPT = 2000
+"""Times of single requests that a result keeps for each load; a bigger load keeps every n-th."""
+COLUMNS = tuple("load|runs|median tok/s|P10|P90|min|max|CV|TTFT ms|TPOT ms|accept len|note".split("|"))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load on one target: values of each run in order, times of single requests, and what to know about
+    it.
+
+    `values`: metric (output_tok_s, total_tok_s, ttft_ms, tpot_ms, accept_length, accept_percent) -> one a
+    run. `latencies_ms` and `request_tok_s` are of single requests. `cold`: whether each run was a cold one.
+    """
+
+    load: bench.Load
+    values: Mapping[str, tuple[float, ...]]
+    cold: tuple[bool, ...]
+    errors: int
+    first_error: str
+    latencies_ms: tuple[float, ...]
+    request_tok_s: tuple[float, ...]
+    prompt_tokens: float
+    cache_hit_percent: float | None
+    lag_ms: float
+    notes: tuple[str, ...]
+
+    @property
+    def summary(self) -> bench.Summary | None:
+        """The summary of output tokens a second; None when no run gave one."""
+        values = self.values["output_tok_s"]
+        if not values:
+            return None
+        stats = bench.summarise(values)
+        percents, lengths = self.values["accept_percent"], self.values["accept_length"]
+        return bench.Summary(
+            median=stats.median,
+            runs=stats.count,
+            p10=stats.p10,
+            minimum=stats.minimum,
+            cv=stats.cv,
+            accept_length=bench.summarise(lengths).median if lengths else None,
+            accept_percent=bench.summarise(percents).median if percents else None,
+            low_accept=sum(percent < bench.LOW_ACCEPT_PERCENT for percent in percents),
+            errors=self.errors,
+            values=values,
+        )
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """All loads of a suite on one target. `fingerprint`: versions, flags, profile digest - whatever the
+    caller knows, as text.
+    """
+
+    name: str
+    base_url: str
+    model: str
+    engine: str
+    engine_version: str
+    measured: tuple[Measured, ...]
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def summaries(self) -> dict[str, bench.Summary]:
+        """Summaries by load label, of those loads that gave one."""
+        found = {item.load.label: item.summary for item in self.measured}
+        return {label: summary for label, summary in found.items() if summary is not None}
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A suite on one or more targets. `started`: UTC, ISO 8601."""
+
+    suite: str
+    started: str
+    took_s: float
+    targets: tuple[TargetResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every request of every load was answered."""
+        return all(item.errors == 0 for target in self.targets for item in target.measured)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain data with its schema version; `from_json` turns it back."""
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+# --- running -----------------------------------------------------------------------------------------------
+
+
+def run_suite(
+    suite: suites.Suite,
+    targets: Sequence[load.Target],
+    *,
+    name: str = "",
+    fingerprints: Mapping[str, Mapping[str, str]] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> BenchResult:
+    """Runs every load of a suite on each target in turn. `say` gets a line when a load begins.
+
+    Raises UsageError when a target does not answer at all; failing requests later are counted, not raised.
+    """
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    known = fingerprints or {}
+    results = [asyncio.run(_target(suite, target, known.get(target.name, {}), say)) for target in targets]
+    return BenchResult(name or suite.title, started, round(time.monotonic() - clock, 3), tuple(results))
+
+
+async def _target(
+    suite: suites.Suite, target: load.Target, fingerprint: Mapping[str, str], say: Callable[[str], None]
+) -> TargetResult:
+    tokens = await load.calibrate(target)
+    measured = []
+    for step in suite.steps:
+        say(f"{target.name or target.base_url}: {step.load.label}, {step.cold_runs + step.warm_runs} runs")
+        measured.append(await _measure(step, target, tokens))
+    return TargetResult(
+        target.name or target.base_url,
+        target.base_url,
+        target.model,
+        target.engine,
+        target.engine_version,
+        tuple(measured),
+        dict(fingerprint),
+    )
+
+
+async def _measure(step: suites.Step, target: load.Target, tokens: load.Tokens) -> Measured:
+    prompts = load.Prompts(tokens, fresh=step.cache == "defeat")
+    runs: list[bench.Run] = []
+    lags: list[float] = []
+    first = before = await _reading(target)
+    for number in range(step.cold_runs + step.warm_runs):
+        asks = _asks(step, prompts, number)
+        outcome = await (
+            load.open_loop(target, asks, step.rate, seed=number + 1)
+            if step.rate
+            else load.closed_loop(target, asks, step.concurrent)
+        )
+        after = await _reading(target)
+        seen = metrics.between(before, after)
+        before = after
+        lags.append(outcome.lag_ms)
+        cold = number < step.cold_runs
+        runs.append(
+            bench.Run(outcome.wall_s, outcome.requests, cold, seen.accept_length, seen.accept_percent)
+        )
+    hits = metrics.between(first, before).cache_hit_percent
+    return measured_of(bench.Series(step.load, tuple(runs)), max(lags, default=0.0), hits)
+
+
+def _asks(step: suites.Step, prompts: load.Prompts, number: int) -> list[load.Ask]:
+    if step.prompts == "real":
+        known = suites.real_prompts()
+        at = number * step.requests_a_run
+        texts = [known[(at + offset) % len(known)] for offset in range(step.requests_a_run)]
+        return [load.Ask(text, step.output_tokens, chat=True) for text in texts]
+    return [
+        load.Ask(prompts.make(step.prompt_tokens), step.output_tokens) for _ in range(step.requests_a_run)
+    ]
+
+
+async def _reading(target: load.Target) -> dict[str, float]:
+    """The target's metrics under our names; {} when it has none or does not answer: a load is no worse for
+    it.
+    """
+    if not target.metrics or not target.metrics_names:
+        return {}
+    try:
+        return metrics.parse(await load.fetch(target, target.metrics)).named(target.metrics_names)
+    except (OSError, load.ServerError, asyncio.IncompleteReadError, ValueError):
+        return {}
+
+
+METRICS = ("output_tok_s", "total_tok_s", "ttft_ms", "tpot_ms", "accept_length", "accept_percent")
+
+
+def measured_of(
+    series: bench.Series, lag_ms: float = 0.0, cache_hit_percent: float | None = None
+) -> Measured:
+    """What is kept of a series."""
+    good = [request for run in series.runs for request in run.good]
+    failed = [request.error for run in series.runs for request in run.requests if request.error]
+    notes = list(bench.quality(series))
+    if lag_ms > load.LAG_LIMIT_MS:
+        notes.append(f"this client was late by {lag_ms:.0f} ms: times cannot be trusted")
+    return Measured(
+        load=series.load,
+        values={metric: series.values(metric) for metric in METRICS},
+        cold=tuple(run.cold for run in series.runs),
+        errors=len(failed),
+        first_error=failed[0] if failed else "",
+        latencies_ms=_thinned([(request.ended - request.began) * 1000 for request in good]),
+        request_tok_s=_thinned([request.tok_s for request in good]),
+        prompt_tokens=sum(request.prompt_tokens for request in good) / len(good) if good else 0.0,
+        cache_hit_percent=cache_hit_percent,
+        lag_ms=round(lag_ms, 3),
+        notes=tuple(notes),
+    )
+
+
+def _thinned(values: Sequence[float]) -> tuple[float, ...]:
+    every = -(-len(values) // SAMPLES_KEPT) or 1
+    return tuple(round(value, 3) for value in values[::every])
+
+
+# --- reading back ------------------------------------------------------------------------------------------
+
+
+def from_json(data: Any, where: str = "result") -> BenchResult:
+    """A result from `as_json`'s data. Raises UsageError for anything else."""
+    try:
+        if data["schema_version"] != SCHEMA_VERSION:
+            what = f"schema version {data['schema_version']}, and this program reads {SCHEMA_VERSION}"
+            raise UsageError(Problem(where, what))
+        targets = tuple(_target_from(item) for item in data["targets"])
+        return BenchResult(data["suite"], data["started"], data["took_s"], targets)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(Problem(where, f"not a bench result: {error!r}")) from None
+
+
+def read_result(text: str, where: str) -> BenchResult:
+    """A result from a file's text. Raises UsageError."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise UsageError(Problem(where, f"not JSON: {error}")) from None
+    return from_json(data, where)
+
+
+def _target_from(data: Mapping[str, Any]) -> TargetResult:
+    measured = tuple(_measured_from(item) for item in data["measured"])
+    return TargetResult(**{**data, "measured": measured})
+
+
+def _measured_from(data: Mapping[str, Any]) -> Measured:
+    values = {metric: tuple(data["values"].get(metric, ())) for metric in METRICS}
+    lists = {key: tuple(data[key]) for key in ("cold", "latencies_ms", "request_tok_s", "notes")}
+    return Measured(**{**data, **lists, "values": values, "load": bench.Load(**data["load"])})
+
+
+# --- verdict -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Against:
+    """A result held against another: a comparison for each load that both have, and one verdict over all."""
+
+    verdict: bench.Verdict
+    comparisons: Mapping[str, bench.Comparison]
+    missing: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data with its schema version."""
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+def against(before: Mapping[str, bench.Summary], after: Mapping[str, bench.Summary]) -> Against:
+    """Compares summaries by load label. `missing`: loads of `before` that were not measured again."""
+    common = [label for label in before if label in after]
+    found = {label: _compared(before[label], after[label]) for label in common}
+    return Against(bench.overall(found), found, tuple(label for label in before if label not in after))
+
+
+def _compared(before: bench.Summary, after: bench.Summary) -> bench.Comparison:
+    """Failing requests where there were none make a load worse, whatever its speed."""
+    found = bench.compare(before, after)
+    if after.errors > before.errors:
+        reason = f"{after.errors} requests failed, {before.errors} before"
+        return dataclasses.replace(found, verdict="worse", reason=reason)
+    return found
+
+
+def of_profile(expectations: Iterable[catalog.Expectation]) -> dict[str, bench.Summary]:
+    """A profile's recorded measurements of output tokens a second as summaries by load label."""
+    found: dict[str, bench.Summary] = {}
+    for item in expectations:
+        work = item.workload
+        if item.metric != "output_tok_s" or not work.prompt_tokens or not work.output_tokens:
+            continue
+        low, high = item.low or 0.0, item.high or 0.0
+        found[bench.Load(work.prompt_tokens, work.output_tokens, work.concurrent).label] = bench.Summary(
+            median=item.value if item.value is not None else (low + high) / 2,
+            runs=work.runs or 1,
+            p10=item.p10,
+            minimum=item.low,
+            cv=item.cv,
+            accept_percent=item.accept_percent,
+            low_accept=item.runs_below_60 or 0,
+        )
+    return found
+
+
+# --- showing -----------------------------------------------------------------------------------------------
+
+
+def rows(target: TargetResult) -> list[tuple[str, ...]]:
+    """A target's loads as text, one tuple of COLUMNS each."""
+    return [_row(item) for item in target.measured]
+
+
+def _row(item: Measured) -> tuple[str, ...]:
+    summary = item.summary
+    if summary is None:
+        return (item.load.label, "0", *["-"] * (len(COLUMNS) - 3), item.first_error or "no run gave a value")
+    stats = bench.summarise(summary.values)
+    figures = (stats.median, stats.p10, stats.p90, stats.minimum, stats.maximum)
+    note = "; ".join(item.notes)
+    return (
+        item.load.label,
+        str(stats.count),
+        *(f"{value:.2f}" for value in figures),
+        f"{stats.cv:.3f}",
+        _middle(item.values["ttft_ms"]),
+        _middle(item.values["tpot_ms"]),
+        f"{summary.accept_length:.2f}" if summary.accept_length is not None else "-",
+        f"{note}: {item.first_error}" if item.first_error else note,
+    )
+
+
+def _middle(values: Sequence[float]) -> str:
+    return f"{bench.summarise(values).median:.1f}" if values else "-"
+
+
+def tables(result: BenchResult) -> list[Table]:
+    """A table a target, for the terminal."""
+    from rich.table import Table
+
+    made = []
+    for target in result.targets:
+        table = Table(title=f"{target.name}: {result.suite}", title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column in ("load", "note") else "right")
+        for row in rows(target):
+            table.add_row(*row)
+        made.append(table)
+    return made
+
+
+def verdict_table(found: Against) -> Table:
+    """The comparison of two results, for the terminal."""
+    from rich.table import Table
+
+    table = Table(title=f"verdict: {found.verdict}", title_justify="left")
+    for column in ("load", "verdict", "median", "95 %", "tail", "reason"):
+        table.add_column(column)
+    for label, item in found.comparisons.items():
+        span = (
+            f"{item.low:+.1%} to {item.high:+.1%}" if item.low is not None and item.high is not None else "-"
+        )
+        table.add_row(label, item.verdict, f"{item.median:+.1%}", span, f"{item.tail:+.1%}", item.reason)
+    for label in found.missing:
+        table.add_row(label, "-", "-", "-", "-", "not measured this time")
+    return table
+
+
+def as_csv(result: BenchResult) -> str:
+    """One line for each run of each load, with a header; for spreadsheets and plotting."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("suite", "target", "model", "load", "run", "cold", *METRICS))
+    for target in result.targets:
+        for item in target.measured:
+            for number, cold in enumerate(item.cold):
+                figures = [_nth(item.values[metric], number, len(item.cold)) for metric in METRICS]
+                writer.writerow(
+                    (result.suite, target.name, target.model, item.load.label, number, int(cold), *figures)
+                )
+    return out.getvalue()
+
+
+def _nth(values: Sequence[float], number: int, runs: int) -> str:
+    """A run's value; empty when some run gave none, since then it is not known whose the others are."""
+    return f"{values[number]:.3f}" if len(values) == runs else ""

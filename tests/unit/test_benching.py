@@ -1,0 +1,206 @@
+"""A suite is run, kept, read back, compared and shown, whatever the servers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from bringup import bench, benching, benchreport, catalog, load, suites
+from bringup.entries import build
+from bringup.errors import UsageError
+
+
+def _module(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+servers = _module("openai_server_for_benching", Path(__file__).with_name("openai_server.py"))
+
+SUITE = suites.Suite(
+    title="a suite",
+    steps=(
+        suites.Step(prompt_tokens=40, output_tokens=8, cold_runs=1, warm_runs=3),
+        suites.Step(prompt_tokens=40, output_tokens=8, concurrent=2, requests=4, warm_runs=3),
+        suites.Step(prompt_tokens=40, output_tokens=8, concurrent=4, requests=8, warm_runs=3),
+        suites.Step(prompt_tokens=40, output_tokens=8, rate=200, requests=10),
+        suites.Step(prompt_tokens=40, output_tokens=8, prompts="real", note="real"),
+    ),
+)
+NAMES = {"drafts_total": "v:drafts", "drafted_tokens_total": "v:drafted", "accepted_tokens_total": "v:ok"}
+
+
+@pytest.fixture(scope="module")
+def result() -> benching.BenchResult:
+    with servers.serving(servers.Behaviour(delay_s=0.002)) as address:
+        target = load.Target(address, "glm", name="<lab> & co", engine="llama-server", engine_version="1")
+        return benching.run_suite(
+            SUITE, [target], name="smoke", fingerprints={"<lab> & co": {"driver": "580.105.08"}}
+        )
+
+
+def test_every_load_is_measured_with_the_servers_tokens(result: benching.BenchResult) -> None:
+    assert result.ok
+    first, *_, real = result.targets[0].measured
+    assert first.cold == (True, False, False, False)
+    assert len(first.values["output_tok_s"]) == 4
+    assert first.prompt_tokens == pytest.approx(40, abs=3)
+    assert len(result.targets[0].measured[2].latencies_ms) == 24
+    assert real.load.note == "real"
+    assert real.summary is not None
+
+
+def test_a_result_comes_back_from_json_as_it_was(result: benching.BenchResult) -> None:
+    text = json.dumps(result.as_json())
+    assert json.loads(text)["schema_version"] == benching.SCHEMA_VERSION
+    assert benching.read_result(text, "here") == result
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99}', '{"schema_version": 1}'])
+def test_what_is_no_result_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"result\.json"):
+        benching.read_result(text, "result.json")
+
+
+def test_csv_has_a_line_for_each_run(result: benching.BenchResult) -> None:
+    lines = benching.as_csv(result).splitlines()
+    assert lines[0].startswith("suite,target,model,load,run,cold,output_tok_s")
+    assert len(lines) == 1 + 4 + 3 + 3 + 1 + 1
+    assert lines[1].startswith("smoke,<lab> & co,glm,40->8,0,1,")
+
+
+def test_the_terminal_shows_every_load(result: benching.BenchResult) -> None:
+    shown = io.StringIO()
+    console = Console(width=200, file=shown)
+    for table in benching.tables(result):
+        console.print(table)
+    console.print(benching.verdict_table(benching.against(*[result.targets[0].summaries] * 2)))
+    text = shown.getvalue()
+    for step in SUITE.steps:
+        assert step.load.label in text
+    assert "verdict:" in text
+
+
+def test_failures_are_counted_and_shown_with_the_first_reason() -> None:
+    mode = servers.Behaviour()
+    with servers.serving(mode) as address:
+        target = load.Target(address, "m")
+
+        def breaks(line: str) -> None:
+            mode.how = "refuses"
+
+        suite = suites.Suite(title="t", steps=(SUITE.steps[0],))
+        found = benching.run_suite(suite, [target], say=breaks)
+    assert not found.ok
+    measured = found.targets[0].measured[0]
+    assert measured.errors == 4
+    assert measured.summary is not None
+    assert "HTTP 503: loading" in benching.rows(found.targets[0])[0][-1]
+
+
+def test_acceptance_is_read_from_the_servers_counters() -> None:
+    def counters(requests: int) -> str:
+        return f"v:drafts {100 * requests}\nv:drafted {300 * requests}\nv:ok {243 * requests}\n"
+
+    with servers.serving(servers.Behaviour(metrics=counters)) as address:
+        target = load.Target(address, "m", metrics_names=NAMES)
+        suite = suites.Suite(title="t", steps=(SUITE.steps[0],))
+        summary = benching.run_suite(suite, [target]).targets[0].measured[0].summary
+    assert summary is not None
+    assert summary.accept_length == pytest.approx(3.43)
+    assert summary.accept_percent == pytest.approx(81)
+    assert summary.low_accept == 0
+
+
+def test_a_slower_server_is_worse_and_a_failing_one_too() -> None:
+    fast = {"a": bench.Summary(10.1, 3, values=(10.0, 10.1, 10.2))}
+    slow = {"a": bench.Summary(5.1, 3, values=(5.0, 5.1, 5.2))}
+    assert benching.against(fast, slow).verdict == "worse"
+    assert benching.against(slow, fast).verdict == "better"
+    failing = {"a": dataclasses.replace(fast["a"], errors=2)}
+    found = benching.against(fast, failing)
+    assert found.verdict == "worse"
+    assert found.comparisons["a"].reason == "2 requests failed, 0 before"
+    assert benching.against({**fast, "b": fast["a"]}, fast).missing == ("b",)
+    assert benching.against({}, fast).verdict == "cannot tell"
+
+
+def test_a_profiles_measurement_is_something_to_be_held_against() -> None:
+    work = {"prompt_tokens": 256, "output_tokens": 512, "runs": 11}
+    entries = [
+        {"workload": work, "value": 47.27, "p10": 36.35, "cv": 0.136, "runs_below_60": 1, "source": "s"},
+        {"workload": {**work, "concurrent": 4}, "low": 50, "high": 60, "source": "s"},
+        {"workload": work, "metric": "ttft_ms", "value": 500, "source": "s"},
+        {"workload": {"note": "8 at once"}, "value": 128, "source": "s"},
+    ]
+    found = benching.of_profile(build(catalog.Expectation, entry, "e") for entry in entries)
+    assert set(found) == {"256->512", "4x 256->512"}
+    assert found["256->512"].low_accept == 1
+    assert found["4x 256->512"].median == 55
+    ours = {"256->512": bench.Summary(30, 5, values=(29.0, 30.0, 30.5, 30.2, 29.9))}
+    assert benching.against(found, ours).verdict == "worse"
+
+
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def svgs(page: str) -> list[ET.Element]:
+    pieces = page.split("<svg")[1:]
+    return [ET.fromstring("<svg" + piece.split("</svg>")[0] + "</svg>") for piece in pieces]
+
+
+def test_the_page_is_whole_self_contained_and_escaped(result: benching.BenchResult) -> None:
+    found = benching.against(result.targets[0].summaries, result.targets[0].summaries)
+    ladder = [("bring-up", 2.3), ("graphs", 31.0), ("<mtp>", 122.0), ("back", 90.0)]
+    page = benchreport.page(result, against=found, ladder=ladder)
+    assert "&lt;lab&gt; &amp; co" in page
+    assert "<lab>" not in page
+    assert "http://" not in page.replace(result.targets[0].base_url, "")
+    assert "<script" not in page
+    titles = [svg.get("aria-label") for svg in svgs(page)]
+    assert titles == [
+        "Output against concurrency",
+        "One user against all",
+        "Time to the whole answer",
+        "What each step added",
+    ]
+
+
+def test_charts_keep_every_point_inside(result: benching.BenchResult) -> None:
+    for svg in svgs(benchreport.page(result)):
+        for circle in svg.iter("circle"):
+            assert 0 <= float(circle.get("cx", "nan")) <= benchreport.WIDTH
+            assert 0 <= float(circle.get("cy", "nan")) <= benchreport.HEIGHT
+
+
+def test_throughput_is_drawn_over_concurrency(result: benching.BenchResult) -> None:
+    (line,) = benchreport.by_concurrency(result)
+    assert [at_once for at_once, _ in line.points] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("most", "last"), [(122, 125), (1355, 1500), (0.9, 1.0), (10, 10), (0, 1), (float("nan"), 1)]
+)
+def test_axes_end_at_round_numbers(most: float, last: float) -> None:
+    marks = benchreport.ticks(most)
+    assert marks[0] == 0
+    assert marks[-1] == pytest.approx(last)
+
+
+def test_nothing_to_draw_is_no_chart() -> None:
+    assert benchreport.chart("t", "x", "y", []) == ""
+    assert benchreport.waterfall("t", []) == ""
