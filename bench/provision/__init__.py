@@ -1,0 +1,1 @@
+"""What provisioning costs, next to plain Ansible."""
