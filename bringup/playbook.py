@@ -146,7 +146,7 @@ def _recorded(
             more["causes"] = causes_of(played)
         except BringupError as error:
             # a wrong failure rule must not hide the failure itself
-            more["errors"] = (str(error),)
+            more["errors"] = (f"causes were not looked up, catalog/failures is wrong: {error.problems[0]}",)
         if code is Exit.DONE and after is not None and not job.check:
             with progress.waiting("asking the servers for a completion", seen):
                 more["answers"] = after(plan, outcome, str(record.arguments["inventory"]))
@@ -207,7 +207,7 @@ def resolve(inventory: str) -> Plan:
 
 
 def check_complete(plan: Plan) -> None:
-    """Raises UsageError when locks are missing that nobody has made yet: such a plan can only be looked at."""
+    """Raises UsageError when locks are missing: such a plan can be looked at, and that is all."""
     from bringup import plan as plans
 
     missing = plans.unprovisionable(plan)

@@ -6,6 +6,7 @@ Data goes to stdout: a table for people, or one JSON object (`--json`) with `sch
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from bringup.runbooks import Runbook
 
 SCHEMA_VERSION = 1
+WIDTH_OF_FILES = 240
+"""Columns of what goes into a file or a pipe: wide, so that no table is folded."""
+
 MESSAGE_LINES_SHOWN = 12
 DIFF_LINES_SHOWN = 40
 CHANGES_SHOWN = 30
@@ -34,7 +38,9 @@ def console() -> Console:
     """Stdout, coloured when it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return Console(highlight=False)
+    return Console(highlight=False, width=WIDTH_OF_FILES, soft_wrap=True)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -179,9 +185,9 @@ def next_steps(record: RunRecord) -> list[str]:
     again = f"{command_of(record)} {where}{limit}"
     code = Exit(record.exit_code) if record.exit_code is not None else Exit.INTERNAL
     if code is Exit.DONE:
-        return [f"invoke status {where}"] if record.name in ("provision", "restart") else []
+        return [f"invoke status {where}"] if record.changed else []
     if code is Exit.PENDING:
-        return [f"{command_of(record)} {where} (without --check, to make it so)"]
+        return [f"{command_of(record)} {where}, without --check, makes it so"]
     steps = {
         Exit.REFUSED: f"mend what is named above, then {again}",
         Exit.UNREACHABLE: f"invoke status {where}{limit} shows who answers; then {again}",
@@ -195,7 +201,7 @@ def next_steps(record: RunRecord) -> list[str]:
 def command_of(record: RunRecord) -> str:
     """The command that made a run."""
     playbook = str(record.arguments.get("playbook", record.name))
-    return f"invoke run {record.name}" if playbook.startswith("runbooks/") else f"invoke {record.name}"
+    return f"invoke run {record.name}" if playbook.startswith("runbooks/") else f"invoke {playbook}"
 
 
 def table(out: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
