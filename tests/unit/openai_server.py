@@ -14,7 +14,7 @@ TOKENS = ("one", " two", " three")
 
 @dataclass
 class Behaviour:
-    """What the server does: `how` it answers, seconds `delay_s` between tokens, and what it has seen; `metrics`
+    """What the server does: `how` it answers, seconds `delay_s` between tokens, what it has seen; `metrics`
     makes its page from the number of requests so far."""
 
     how: str = "well"
