@@ -108,8 +108,10 @@ class PlatformFacts:
 @dataclass(frozen=True)
 class ServingFacts:
     """The settings that cost memory. `fraction` of the GPU is what the engine may take: weights and KV for
-    SGLang, everything for vLLM. `offload`: bytes a GPU kept in host memory. `speculates`: draft tokens, with
-    `uses_mtp` when the model's own layer drafts and `draft` the bytes of a draft model else."""
+    SGLang, everything for vLLM. `fits_context`: the engine chooses the context that fits. `offload`: bytes
+    a GPU kept in host memory. `speculates`: draft tokens, with `uses_mtp` when the model's own layer
+    drafts and `draft` the bytes of a draft model else.
+    """
 
     server: Server
     gpus: int = 0
@@ -119,6 +121,7 @@ class ServingFacts:
     dp_attention: bool = False
     fraction: float = DEFAULT_FRACTION
     max_context: int | None = None
+    fits_context: bool = False
     max_sequences: int | None = None
     batched_tokens: int | None = None
     max_tokens: int | None = None
@@ -271,7 +274,7 @@ def _graphs(serving: ServingFacts) -> float:
 def _wanted(model: ModelFacts, serving: ServingFacts) -> int:
     """Tokens of KV cache below which there is no server: vLLM refuses less than one longest request."""
     context = serving.max_context or model.context or SMALLEST_POOL
-    if serving.server == "sglang":
+    if serving.server == "sglang" or serving.fits_context:
         return min(context, SMALLEST_POOL)
     return context
 
@@ -791,6 +794,7 @@ def facts_of_serving(
         dp_attention=server == "sglang" and bool(_flag(plain, "dp_attention")),
         fraction=_number(plain, "fraction") or DEFAULT_FRACTIONS.get(server, DEFAULT_FRACTION),
         max_context=_count(plain, "context") or profile.context,
+        fits_context=str(_flag(plain, "context")) in ("auto", "-1"),
         max_sequences=_count(plain, "sequences"),
         batched_tokens=_count(plain, "batched"),
         max_tokens=_count(plain, "max_tokens"),

@@ -328,6 +328,14 @@ def test_every_spelling_of_the_same_flags_is_the_same_server(flags: dict[str, An
     assert (serving.tp, serving.speculates, serving.uses_mtp, serving.fraction) == (8, 3, True, 0.92)
 
 
+def test_an_engine_that_chooses_its_context_is_not_refused_for_the_longest_one() -> None:
+    glm = build(catalog.Model, {**GLM, "context": 10_000_000}, "model")
+    flags = {"--tensor-parallel-size": 8, "--max-model-len": "auto"}
+    plan = profile("vllm-0.33.0", flags)
+    assert fit.of_service(glm, machine(140.4), plan, flags, range(8))[0].fits is True
+    assert fit.of_service(glm, machine(140.4), plan, {"--tp": 8}, range(8))[0].fits is False
+
+
 def test_values_that_are_no_numbers_are_left_to_the_flag_checker() -> None:
     glm = build(catalog.Model, GLM, "model")
     flags = {"--tp": "eight", "--max-model-len": -1, "--cpu-offload-gb": [1], "--speculative-config": "{"}
