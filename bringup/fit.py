@@ -258,7 +258,8 @@ def _workspace(model: ModelFacts, serving: ServingFacts) -> float:
         return 0.0
     if serving.server == "sglang":
         return SGLANG_WORKSPACE
-    context = serving.max_context or model.context or 0
+    # An engine that chooses its context keeps this small as well: the smallest that makes sense is asked for.
+    context = SMALLEST_POOL if serving.fits_context else serving.max_context or model.context or 0
     return WORKSPACE_ROWS * context * (model.latent + model.rope) * 2
 
 
