@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ class PlaceFailed(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing and how it should be. `mode` is octal text; `validate` an argv in which %s is the new file.
+    """One thing and how it should be. `mode` is octal text; `validate` an argv in which %s is the new file,
+    and `beside` texts (by name) of files of other roles that it names: with them it is right also before they
+    are there.
 
     state file: `content`; link: `target`; directory; absent (a file or link goes, a folder only when empty).
     """
@@ -41,6 +43,7 @@ class Entry:
     group: str = "root"
     mode: str = "0644"
     validate: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     secret: bool = False
 
     @classmethod
@@ -174,9 +177,8 @@ def validate(entries: Sequence[Entry]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="bringup-") as folder:
         for entry in entries:
             if entry.validate:
-                (Path(folder) / entry.path.name).write_text(
-                    entry.content, encoding="utf-8", errors="surrogateescape"
-                )
+                for name, content in {**entry.beside, entry.path.name: entry.content}.items():
+                    (Path(folder) / name).write_text(content, encoding="utf-8", errors="surrogateescape")
         for entry in entries:
             if entry.validate:
                 found += _complaint(entry, str(Path(folder) / entry.path.name), folder)

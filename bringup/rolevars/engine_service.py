@@ -49,9 +49,20 @@ def _files(service: Service, host: HostPlan) -> list[dict[str, Any]]:
         *(entries.folder(path, **own) for path in systemd.writable(service)),
         entries.file(str(systemd.SERVICES / f"{service.name}.env"), systemd.environment_text(service)),
         entries.file(str(systemd.SERVICES / f"{service.name}.json"), _json(description(service, host))),
-        entries.unit(f"{service.unit}.service", systemd.unit_text(service, host)),
+        entries.unit(f"{service.unit}.service", systemd.unit_text(service, host), _log_units(service)),
         entries.unit(f"{systemd.watch_unit(service)}.service", systemd.watch_unit_text(service)),
     ]
+
+
+def _log_units(service: Service) -> dict[str, str]:
+    """The units of the service's log, which role `log_rotation` brings."""
+    if systemd.log_file(service) is None:
+        return {}
+    name = systemd.log_unit(service)
+    return {
+        f"{name}.socket": systemd.log_socket_text(service),
+        f"{name}.service": systemd.log_unit_text(service),
+    }
 
 
 def _json(data: Any) -> str:

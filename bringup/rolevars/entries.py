@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bringup import systemd
@@ -21,9 +21,11 @@ def file(path: str, content: str, mode: str = "0644") -> dict[str, Any]:
     return {"path": path, "state": "file", "content": content, "owner": "root", "group": "root", "mode": mode}
 
 
-def unit(name: str, content: str) -> dict[str, Any]:
-    """A unit file, checked by systemd before it counts; `name` with its suffix."""
-    return {**file(systemd.unit_file(name), content), "validate": VERIFY}
+def unit(name: str, content: str, beside: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A unit file, checked by systemd before it counts; `name` with its suffix, `beside` the units of other
+    roles that it needs.
+    """
+    return {**file(systemd.unit_file(name), content), "validate": VERIFY, "beside": dict(beside or {})}
 
 
 def library(names: Iterable[str]) -> list[dict[str, Any]]:
