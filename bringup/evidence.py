@@ -9,6 +9,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import tarfile
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -174,9 +175,13 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
         yield _clean(rest)
 
 
+_HOLE = re.compile(rb"\0{64,}")
+"""The hole that a truncated log keeps when its writer does not append: evidence, so it becomes words."""
+
+
 def _clean(chunk: bytes) -> bytes:
     if b"\0" in chunk:
-        chunk = chunk.replace(b"\0", b"")
+        chunk = _HOLE.sub(b" null bytes ", chunk).replace(b"\0", b"")
     return logtext.decode_journal_bytes(logtext.strip_ansi(chunk).replace(b"\r\n", b"\n"))
 
 

@@ -40,12 +40,13 @@ class Clause(entries.Entry):
 
     all: tuple[str, ...] = Field(default=(), description="regular expressions, each matched within one line")
     line: str | None = Field(default=None, description="short for `all` with one pattern")
+    xid: tuple[int, ...] = Field(default=(), description="short for the GPU error codes of the NVIDIA driver")
     none: tuple[str, ...] = Field(default=(), description="a line that matches one of these rules it out")
     within: int = Field(
         default=0, ge=0, description="lines between the patterns; 0: anywhere in the evidence"
     )
     same: Literal["rank", "gpu", "source"] | None = None
-    times: int = Field(default=1, ge=1, description="matching lines needed")
+    times: int = Field(default=1, ge=1, description="matching lines needed of the last pattern")
     engine: tuple[str, ...] = Field(default=(), description="only for these engines (unknown passes)")
     versions: str = Field(default="", description="engine versions such as `>=0.5.13,<0.6` (unknown passes)")
     when: dict[str, bool | str | int] = Field(default={}, description="facts; an unknown fact passes")
@@ -55,13 +56,14 @@ class Clause(entries.Entry):
     @model_validator(mode="after")
     def _has_pattern(self) -> Clause:
         if not self.patterns:
-            raise ValueError("needs `line` or `all`")
+            raise ValueError("needs `line`, `xid` or `all`")
         return self
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns that must match, `line` first."""
-        return ((self.line,) if self.line else ()) + self.all
+        xid = (xid_pattern(self.xid),) if self.xid else ()
+        return ((self.line,) if self.line else ()) + xid + self.all
 
     @field_validator("line", "all", "none")
     @classmethod
@@ -72,6 +74,18 @@ class Clause(entries.Entry):
             except re.error as error:
                 raise ValueError(f"not a regular expression: {error}: {pattern}") from None
         return value
+
+
+def xid_pattern(codes: Sequence[int]) -> str:
+    """Any of these Xid codes, as the kernel, monitoring agents, DCGM metrics and people write them.
+
+    Source: https://docs.nvidia.com/deploy/xid-errors/
+    """
+    listed = "|".join(str(code) for code in codes)
+    between = (
+        r"(?:[\s:=#>`'\"(-]|pci:[\w:.]+|[0-9a-f]{4,8}:[\w:.]+|\)|errors?\b|codes?\b|events?\b|number\b){0,8}"
+    )
+    return rf"xids?\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
 
 
 class Failure(entries.Entry):

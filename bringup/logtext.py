@@ -18,56 +18,19 @@ MIN_ANCHOR = 3
 MAX_LINE = 16_384
 """Characters of one line that are looked at; usage texts and dumped configurations are longer."""
 
-COMMON = frozenset(
-    [
-        "error",
-        "failed",
-        "cuda",
-        "nccl",
-        "nvidia",
-        "driver",
-        "version",
-        "memory",
-        "device",
-        "kernel",
-        "model",
-        "cache",
-        "file",
-        "found",
-        "timeout",
-        "server",
-        "info",
-        "warn",
-        "warning",
-        "torch",
-        "rank",
-        "worker",
-        "vllm",
-        "sglang",
-        "python",
-        "not_found",
-        "timed",
-        "engine",
-        "process",
-        "unknown",
-        "load",
-        "loading",
-        "tokens",
-        "batch",
-        "start",
-        "exit",
-        "token",
-        "gpu0",
-        "health",
-        "request",
-        "http",
-    ]
-)
+# fmt: off
+COMMON = frozenset((
+    "error", "failed", "cuda", "nccl", "nvidia", "driver", "version", "memory", "device", "kernel",
+    "model", "cache", "file", "found", "timeout", "server", "info", "warn", "warning", "torch", "rank",
+    "worker", "vllm", "sglang", "python", "not_found", "timed", "engine", "process", "unknown", "load",
+    "loading", "tokens", "batch", "start", "exit", "token", "gpu0", "health", "request", "http",
+))
+# fmt: on
 """Anchors that healthy logs are full of: another literal of the pattern is better."""
 
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _JOURNAL_BYTES = re.compile(rb'"MESSAGE"\s*:\s*\[([0-9,\s]+)\]')
-_PATTERN_BREAKS = frozenset('"\\\n\r\t')
+_PATTERN_BREAKS = frozenset('"\n\r\t')
 _WORTHLESS_FIELDS = frozenset({"stream", "time", "timestamp", "ts", "level", "levelname"})
 
 _RANK = (
@@ -169,10 +132,10 @@ def anchors_of(pattern: str) -> frozenset[str]:
     return best
 
 
-def _required(tree: Iterable[Any]) -> frozenset[str] | None:
-    """The best set of texts one of which the parsed sequence must contain, or None."""
+def _required(tree: Iterable[Any], prefix: str = "") -> frozenset[str] | None:
+    """The best set of texts one of which the parsed sequence, after `prefix`, must contain; or None."""
     found: list[frozenset[str]] = []
-    run: list[str] = []
+    run: list[str] = [*prefix]
 
     def close() -> None:
         for piece in _pieces("".join(run)):
@@ -188,8 +151,8 @@ def _required(tree: Iterable[Any]) -> frozenset[str] | None:
             elif op is sre.AT:
                 continue
             elif op is sre.BRANCH:
+                _add(found, _branches(value[1], "".join(run)))
                 close()
-                _add(found, _branches(value[1]))
             elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT) and value[0] >= 1:
                 close()
                 _add(found, _required(value[2]))
@@ -209,11 +172,14 @@ def _add(found: list[frozenset[str]], more: frozenset[str] | None) -> None:
         found.append(more)
 
 
-def _branches(branches: Iterable[Any]) -> frozenset[str] | None:
-    """The union of what each branch requires, or None when one branch requires nothing."""
+def _branches(branches: Iterable[Any], prefix: str) -> frozenset[str] | None:
+    """The union of what each branch after `prefix` requires, or None when one requires nothing.
+
+    The parser takes the letters that all alternatives begin with out of them: they are the prefix.
+    """
     union: frozenset[str] = frozenset()
     for branch in branches:
-        required = _required(branch)
+        required = _required(branch, prefix)
         if required is None:
             return None
         union |= required

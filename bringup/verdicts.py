@@ -165,9 +165,11 @@ def _clause_hits(clause: failures.Clause, benign: tuple[str, ...], hits: Mapping
             if text in hits
             else []
         )
-        if not found or hits[text].count < clause.times:
+        if not found:
             return []
         per_pattern.append(found)
+    if hits[clause.patterns[-1]].count < clause.times:
+        return []
     groups = [_together(first, per_pattern[1:], clause) for first in per_pattern[0]]
     against = [hit for text in clause.none if text in hits for hit in hits[text].kept()]
     kept = [group for group in groups if group and not _ruled_out(group, against, clause)]
