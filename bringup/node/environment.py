@@ -63,7 +63,7 @@ class Wanted:
     `lock`: text of a list with hashes; `python`: "system", a version such as "3.12" or a path;
     `checks`: commands that must end with 0, a bare name is looked for in the environment first;
     `packages`: of the distribution, installed when the interpreter lacks what makes environments;
-    `keep`: how many environments of this name stay, the current one among them.
+    `planned`: prefixes of all environments that this node must have; `keep`: how many others stay.
     """
 
     name: str
@@ -75,7 +75,8 @@ class Wanted:
     link: str = ""
     checks: Sequence[Sequence[str]] = ()
     packages: Sequence[str] = ()
-    keep: int = 2
+    planned: Sequence[str] = ()
+    keep: int = 1
     cache: str = "/var/cache/bringup/packages"
     log: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -109,35 +110,24 @@ def is_linked(wanted: Wanted) -> bool:
 
 
 def superseded(wanted: Wanted) -> list[Path]:
-    """Environments of this name that may go: beyond `keep`, used by no process and named by no unit.
+    """Environments in the same folder that may go: not planned, used by no process, named by no unit.
 
-    Unfinished ones go too, but never the wanted one.
+    The newest `keep` of them stay, to go back to; what a build that was killed has left always goes.
     """
-    prefix = Path(wanted.prefix)
-    others = [path for path in siblings(prefix, wanted.name) if path != prefix]
+    planned = {Path(path) for path in (*wanted.planned, wanted.prefix)}
+    others = [path for path in environments(Path(wanted.prefix).parent) if path not in planned]
     finished = [path for path in others if manifest(path)]
     finished.sort(key=lambda path: manifest(path).get("built", 0), reverse=True)
-    doomed = [*finished[max(wanted.keep - 1, 0) :], *(path for path in others if not manifest(path))]
+    doomed = [*finished[wanted.keep :], *(path for path in others if not manifest(path))]
     held = in_use(doomed)
     return [path for path in doomed if path not in held]
 
 
-def siblings(prefix: Path, name: str) -> list[Path]:
-    """Folders beside `prefix` that are environments called `name`, finished or not."""
-    if not prefix.parent.is_dir():
+def environments(folder: Path) -> list[Path]:
+    """The environments in a folder, finished or not; other folders are none of our business."""
+    if not folder.is_dir():
         return []
-    return sorted(
-        path
-        for path in prefix.parent.iterdir()
-        if path.is_dir() and not path.is_symlink() and _called(path) == name
-    )
-
-
-def _called(path: Path) -> str:
-    """The name of the environment in a folder, "" when it is none of ours."""
-    with suppress(OSError):
-        return (path / NAME_FILE).read_text(encoding="utf-8").strip()
-    return ""
+    return sorted(path for path in folder.iterdir() if not path.is_symlink() and (path / NAME_FILE).is_file())
 
 
 def in_use(
@@ -172,7 +162,7 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
     """
     if check_only:
         return _outcome(wanted, not is_ready(wanted), not is_linked(wanted), superseded(wanted))
-    with locked(Path(wanted.prefix).parent / f".{wanted.name}.lock", LOCK_LIMIT_S):
+    with locked(Path(wanted.prefix).parent / ".lock", LOCK_LIMIT_S):
         built = not is_ready(wanted)
         if built:
             build(wanted)

@@ -8,7 +8,7 @@ module: python_environment
 short_description: Build a locked Python environment beside the old one and switch to it
 description:
   - Builds in its final place and counts only when its manifest is there, which is written last.
-  - The old one stays until the new one has passed its checks; old ones beyond C(keep) are removed unless a
+  - The old one stays until the new one has passed its checks; others beyond C(keep) are removed unless a
     process runs from them or a unit names them.
   - The action of the same name reads the lock on the controller and hands over its text.
 options:
@@ -49,10 +49,15 @@ options:
     type: list
     elements: str
     default: []
+  planned:
+    description: Prefixes of all environments that this node must have; they are never removed.
+    type: list
+    elements: path
+    default: []
   keep:
-    description: How many environments of this name stay.
+    description: How many other environments stay, the newest, to go back to.
     type: int
-    default: 2
+    default: 1
   cache:
     description: Folder for downloads, so that a build that was broken off fetches nothing twice.
     type: path
@@ -105,7 +110,8 @@ def main() -> None:
             "link": {"type": "path"},
             "checks": {"type": "list", "elements": "list", "default": []},
             "packages": {"type": "list", "elements": "str", "default": []},
-            "keep": {"type": "int", "default": 2},
+            "planned": {"type": "list", "elements": "path", "default": []},
+            "keep": {"type": "int", "default": 1},
             "cache": {"type": "path", "default": "/var/cache/bringup/packages"},
             "log": {"type": "path", "required": True},
             "settings": {"type": "dict", "default": {}},

@@ -92,6 +92,8 @@ def test_environments_follow_each_other_and_the_oldest_goes(place: Path) -> None
     about = environment.manifest(Path(first.prefix))
     assert (about["packages"]["smallest"], about["digest"]) == ("1.0", "1.0")
     environment.ensure(second)
+    planned = dataclasses.replace(third, planned=(first.prefix,))
+    assert environment.ensure(planned)["pruned"] == []
     assert environment.ensure(third)["pruned"] == [first.prefix]
     assert names(place) == ["demo-2.0", "demo-3.0", "demo-current"]
     assert (place / "envs" / "demo-current").readlink() == Path(third.prefix)
@@ -99,7 +101,7 @@ def test_environments_follow_each_other_and_the_oldest_goes(place: Path) -> None
 
 
 def test_what_a_process_runs_from_stays_until_it_ends(place: Path) -> None:
-    first, second = wanted(place, "1.0"), wanted(place, "2.0", keep=1)
+    first, second = wanted(place, "1.0"), wanted(place, "2.0", keep=0)
     environment.ensure(first)
     with running(first.prefix) as process:
         assert environment.ensure(second)["pruned"] == []
