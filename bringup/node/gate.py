@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,8 +38,14 @@ CHILD_MARGIN_S = 10.0
 MARKER_WAIT_S = 5.0
 """How long lines that the engine has written may take to reach the log that we read."""
 
-LOG_POLL_S = 0.2
+LOG_POLL_S = 0.05
+"""A line of a log file is seen up to this much after it was written."""
 ANSWER_CHARACTERS = 200
+LAST_LINES = 3
+LINE_CHARACTERS = 300
+
+LAST_WORDS_S = 1.0
+"""How long the last lines of an engine that has just ended may take to reach the log that we read."""
 
 
 class EngineGone(Exception):
@@ -51,12 +58,15 @@ class Phases:
 
     markers: Mapping[str, str]
     seen: dict[str, float] = field(default_factory=dict)
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def __post_init__(self) -> None:
         self.patterns = {name: re.compile(text) for name, text in self.markers.items()}
 
     def line(self, text: str, at: float) -> None:
         """Take one line of the log, written (or read) at `at`."""
+        if text.strip():
+            self.last.append(text.strip()[:LINE_CHARACTERS])
         for name, pattern in self.patterns.items():
             if name not in self.seen and pattern.search(text):
                 self.seen[name] = at
@@ -68,8 +78,11 @@ class Phases:
 
     def table(self, started: float, marks: Mapping[str, float]) -> list[dict[str, Any]]:
         """Phases in the order of their end, each with its own seconds: markers of the log and our own marks."""
+        first = min(marks.values(), default=0.0)
+        # A line written before the first token may be seen just after it.
+        seen = {name: first if first < at <= first + 2 * LOG_POLL_S else at for name, at in self.seen.items()}
         result, before = [], started
-        for name, end in sorted({**self.seen, **marks}.items(), key=lambda item: item[1]):
+        for name, end in sorted([*seen.items(), *marks.items()], key=lambda item: item[1]):
             result.append({"name": name, "seconds": round(max(0.0, end - before), 3)})
             before = max(before, end)
         return result
@@ -344,6 +357,8 @@ def url_host(address: str) -> str:
 def gate(name: str, pid: int) -> int:
     """Wait, warm up, record; 0 when the server is ready, else 1 with the reason said and kept."""
     service = common.load(name)
+    # The unit's mask is for the engine's files; these records are for everyone.
+    os.umask(0o022)
     started, steps, why = started_at(pid), {}, ""
     phases, stop = Phases(service.get("log_markers") or {}), threading.Event()
     noted = common.read_json(common.RUN / "started" / f"{service['unit']}.json")
@@ -352,19 +367,21 @@ def gate(name: str, pid: int) -> int:
         arguments = (Path(service["log_path"]), noted.get("log", {}), phases, stop)
         follower = threading.Thread(target=follow_file, args=arguments, daemon=True)
         follower.start()
+    gone = False
     try:
         steps = ask(service, name, common.key_of(service), pid)
     except (EngineGone, NoAnswer, Refusal) as error:
-        why = str(error)
+        why, gone = str(error), isinstance(error, EngineGone)
     if follower:
-        if not why:
-            follower.join(MARKER_WAIT_S)
+        follower.join(LAST_WORDS_S if why else MARKER_WAIT_S)
         stop.set()
         follower.join(MARKER_WAIT_S)
     else:
         journal_phases(
             service["unit"], os.environ.get("INVOCATION_ID", ""), phases, 0.0 if why else MARKER_WAIT_S
         )
+    if gone and phases.last:
+        why = f"{why}: {' | '.join(phases.last)}"
     result = record(service, started, steps, phases, why)
     common.write_json(common.STARTS / f"{service['unit']}.json", result)
     if why:

@@ -199,6 +199,8 @@ def refuse(service: Mapping[str, Any], refusal: Refusal) -> None:
 
 def check(name: str) -> int:
     """All checks before a start; 0, or REFUSED with the refusal said and kept."""
+    # The unit's mask is for the engine's files; these records are for everyone.
+    os.umask(0o022)
     service = common.load(name)
     service["user_id"] = user_id(service["user"])
     try:

@@ -81,7 +81,8 @@ def plan(hosts: Sequence[str], changes: Mapping[str, Any]) -> Plan:
     """All hosts serve the same."""
     model = PlannedModel("words", FOLDER, f"{FOLDER}/words.gguf", 0, (), ())
     made = [
-        HostPlan(host, (), "cpu", "x86_64", (service(**changes),), (model,), environments=()) for host in hosts
+        HostPlan(host, (), "cpu", "x86_64", (service(**changes),), (model,), environments=())
+        for host in hosts
     ]
     return Plan("molecule", tuple(made), (), "digest")
 
