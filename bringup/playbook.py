@@ -431,7 +431,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         extra = private / "extra.json"
         runs.write_private(extra, json.dumps(dict(job.extra)))
         arguments += ["-e", f"@{extra}"]
-    return interface.init_runner(
+    runner = interface.init_runner(
         private_data_dir=str(private),
         project_dir=str(ROOT),
         playbook=str(job.playbook),
@@ -451,6 +451,8 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         status_handler=status,
         cancel_callback=never,
     )
+    runner.config.command = [sys.executable, "-m", "bringup.leash", *runner.config.command]
+    return runner
 
 
 def _environment() -> dict[str, str]:

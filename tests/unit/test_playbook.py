@@ -141,10 +141,22 @@ def test_a_signal_ends_the_play_and_every_process_of_it(tmp_path: Path, number: 
     process.send_signal(number)
     _, said = process.communicate(timeout=END_LIMIT_S)
     assert process.returncode == Exit.INTERRUPTED
-    assert "files: " in said
+    assert "one, two  " in said
     assert "Traceback" not in said
     assert running("sleep 45.25") == []
     assert running(str(tmp_path)) == []
+
+
+def test_a_killed_controller_takes_its_play_with_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "one", long=True)
+    wait_for_the_long_task(process)
+    process.kill()
+    process.communicate(timeout=END_LIMIT_S)
+    deadline = time.monotonic() + END_LIMIT_S
+    while running(str(tmp_path)) or running("sleep 45.25"):
+        assert time.monotonic() < deadline, running(str(tmp_path))
+        time.sleep(0.1)
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_descendants_are_found_through_their_parents() -> None:
