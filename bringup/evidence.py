@@ -143,6 +143,8 @@ def _bounds(chunk: bytes, at: int, split: bool) -> tuple[int, int]:
 def _match(reading: Reading, wanted: dict[str, failures.Pattern], name: str, raw: bytes, number: int) -> None:
     """Add a hit for each pattern that matches a record of the line."""
     for text in logtext.records(raw):
+        if logtext.is_echo(text):
+            continue
         hit: Hit | None = None
         for pattern in wanted.values():
             if pattern.regex.search(text):

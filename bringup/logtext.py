@@ -105,6 +105,16 @@ def _strings(value: Any, key: str = "") -> Iterator[str]:
             yield from _strings(item, key)
 
 
+_ECHO = re.compile(
+    r"\b(?:ServerArgs|EngineArgs|Namespace)\(|\bnon-default args: |^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
+)
+
+
+def is_echo(line: str) -> bool:
+    """Whether the line only repeats the command line's settings or the program's usage: no evidence."""
+    return _ECHO.search(line) is not None
+
+
 def rank_of(line: str) -> str | None:
     """Which process of a server wrote the line (`3`, `TP3`, `TP7_EP7`), or None when it does not say."""
     for pattern in _RANK:
