@@ -505,7 +505,9 @@ def history_list(
     if verify:
         _end(report.show_chain(runs.verify(), len(runs.ids()), as_json=json))
     else:
-        report.show_history(runs.listed(inventory, number), as_json=json)
+        # By the folder's name, also when the folder is gone: records outlive inventories.
+        name = Path(inventory).name if inventory else None
+        report.show_history(runs.listed(name, number), as_json=json)
 
 
 @task(
