@@ -408,6 +408,7 @@ def diagnose(
         "check": "how to make sure",
         "remedy": "what to do",
         "source": "where this is known from: an address",
+        "json": JSON,
     },
 )
 def failures_add(
@@ -420,9 +421,10 @@ def failures_add(
     check: str = "",
     remedy: str = "",
     source: str = "",
+    json: bool = False,
 ) -> None:
     """Write a known failure into the catalog, from lines of a log."""
-    from bringup import failures
+    from bringup import failures, report
 
     answers = {
         "title": title,
@@ -432,7 +434,7 @@ def failures_add(
         "remedy": remedy,
         "source": source,
     }
-    print(failures.add(cause, list(line), answers))
+    report.show_written(failures.add(cause, list(line), answers), as_json=json)
 
 
 # ---------------------------------------------------------------- flags
@@ -473,13 +475,21 @@ def flags_check(
 @task(
     name="table",
     positional=["engine"],
-    help={"engine": "the engine", "version": "its version", "wheel": "its wheel (default: downloaded)"},
+    help={
+        "engine": "the engine",
+        "version": "its version",
+        "wheel": "its wheel (default: downloaded)",
+        "json": JSON,
+    },
 )
-def flags_table(c: Context, engine: str, version: str | None = None, wheel: str | None = None) -> None:
+def flags_table(
+    c: Context, engine: str, version: str | None = None, wheel: str | None = None, json: bool = False
+) -> None:
     """Make or renew the table of an engine version's flags, from its wheel."""
-    from bringup import flagcheck
+    from bringup import flagcheck, report
 
-    print(flagcheck.renew(engine, version, Path(wheel) if wheel else None))
+    path = flagcheck.renew(engine, version, Path(wheel) if wheel else None)
+    report.show_written(path, as_json=json)
 
 
 # ---------------------------------------------------------------- records
@@ -533,21 +543,22 @@ def history_diff(c: Context, first: str, second: str, json: bool = False) -> Non
 # ---------------------------------------------------------------- the lab
 
 
-@task(positional=[], help={"nodes": "how many (lab-01, lab-02, ...)"})
-def up(c: Context, nodes: int = 2) -> None:
+@task(positional=[], help={"nodes": "how many (lab-01, lab-02, ...)", "json": JSON})
+def up(c: Context, nodes: int = 2, json: bool = False) -> None:
     """Boot lab nodes: systemd in containers, reached over SSH (makes engine and image on first use)."""
-    from bringup import lab
+    from bringup import lab, report
 
-    for node in lab.up(nodes):
-        print(f"{node.name}  {lab.address(node.name)[0]}  {node.state}")
+    report.show_nodes(lab.up(nodes), as_json=json)
 
 
-@task(positional=[], help={"everything": "also stop the engine and remove what the lab keeps"})
-def down(c: Context, everything: bool = False) -> None:
+@task(positional=[], help={"everything": "also stop the engine and remove what the lab keeps", "json": JSON})
+def down(c: Context, everything: bool = False, json: bool = False) -> None:
     """Remove the lab's nodes."""
-    from bringup import lab
+    from bringup import lab, report
 
-    lab.down(everything=everything)
+    gone = lab.down(everything=everything)
+    if json:
+        report.print_json({"removed": gone})
 
 
 @task(name="ssh", help={"node": "such as lab-01"})

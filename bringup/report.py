@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bringup import runs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bringup.diagnose import Diagnosis
+    from bringup.lab import Node
     from bringup.runbooks import Runbook
 
 SCHEMA_VERSION = 1
@@ -414,6 +416,24 @@ def show_runbooks(books: Sequence[Runbook], *, as_json: bool = False) -> None:
         return
     rows = [(book.name, "yes" if book.disruptive else "no", book.duration, book.when) for book in books]
     table(console(), ("runbook", "disrupts", "takes", "when"), rows)
+
+
+def show_written(path: Path, *, as_json: bool = False) -> None:
+    """The path of a file that a command wrote."""
+    if as_json:
+        print_json({"written": str(path)})
+    else:
+        print(path)
+
+
+def show_nodes(nodes: Sequence[Node], *, as_json: bool = False) -> None:
+    """The lab's nodes."""
+    if as_json:
+        import dataclasses
+
+        print_json({"nodes": [dataclasses.asdict(node) for node in nodes]})
+        return
+    table(console(), ("node", "address", "state"), [(node.name, node.address, node.state) for node in nodes])
 
 
 def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:

@@ -17,7 +17,8 @@ from bringup.errors import EXIT_MEANING, Exit
 COMMANDS = ROOT / "docs" / "commands.md"
 RUNS = ROOT / "docs" / "runs.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GITHUB = re.compile(r"\]\((?!https?://|#)(?P<target>[^)#]+)")
+SHOWN = r"(?:^\./inv|`(?:\./inv|invoke)) ((?:[a-z]+[. ]?)+)"
+LINK = re.compile(r"\]\((?!https?://|#)(?P<target>[^)#]+)")
 
 
 def tasks() -> dict[str, dict[str, Any]]:
@@ -93,7 +94,7 @@ def test_every_command_that_a_document_shows_is_there() -> None:
     known = tasks()
     wrong = []
     for path in DOCUMENTS:
-        for line in re.findall(r"(?:\./inv|\binvoke) ((?:[a-z]+[. ]?)+)", path.read_text()):
+        for line in re.findall(SHOWN, path.read_text(), re.M):
             words = line.split()
             if words and not ({words[0], ".".join(words[:2])} & set(known)):
                 wrong.append((path.name, line))
@@ -103,6 +104,6 @@ def test_every_command_that_a_document_shows_is_there() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_inside_the_checkout_leads_somewhere(path: Path) -> None:
     lost = [
-        target for target in GITHUB.findall(path.read_text()) if not (path.parent / target).resolve().exists()
+        target for target in LINK.findall(path.read_text()) if not (path.parent / target).resolve().exists()
     ]
     assert lost == []
