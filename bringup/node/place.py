@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .undo import Journal
+
 VALIDATE_LIMIT_S = 60
 HIDDEN = "(secret, not shown)\n"
 
@@ -259,12 +261,12 @@ def put(entry: Entry) -> None:
         _write(entry)
 
 
-def apply(data: Sequence[Mapping[str, Any]], check_only: bool = False) -> dict[str, Any]:
+def apply(data: Sequence[Mapping[str, Any]], check_only: bool = False, undo: str = "") -> dict[str, Any]:
     """Bring all entries to their places: {changed, changed_paths, diff}. Raises PlaceFailed (nothing changed)
     and OSError.
 
     In check mode a user that is not there yet is no failure: the role's tasks before this one would have made
-    it.
+    it. `undo`: the role in whose journal the old state is kept (bringup/node/undo.py).
     """
     entries = [Entry.of(row) for row in data]
     found = problems(entries)
@@ -279,6 +281,8 @@ def apply(data: Sequence[Mapping[str, Any]], check_only: bool = False) -> dict[s
         raise PlaceFailed("\n".join(found))
     if not check_only:
         _room([entry for entry in changing if entry.state == "file"])
+        if undo:
+            Journal(undo).remember_paths(entry.path for entry in changing)
         for entry in changing:
             put(entry)
     return {

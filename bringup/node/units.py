@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .undo import Journal
+
 COMMAND_LIMIT_S = 180
 UNIT_FOLDERS = ("/etc/systemd/system/",)
 PROPERTIES = ("LoadState", "ActiveState", "UnitFileState", "NeedDaemonReload")
@@ -69,10 +71,10 @@ def steps(unit: Unit, state: Mapping[str, str], changed: Sequence[str]) -> list[
 
 
 def apply(
-    data: Sequence[Mapping[str, Any]], changed: Sequence[str], check_only: bool = False
+    data: Sequence[Mapping[str, Any]], changed: Sequence[str], check_only: bool = False, undo: str = ""
 ) -> dict[str, Any]:
     """Bring all units to their states, after a daemon-reload where one is due: {changed, done, diff}. Raises
-    UnitsFailed.
+    UnitsFailed. `undo`: the role in whose journal their old states are kept (bringup/node/undo.py).
     """
     units = [
         Unit(row["name"], row["enabled"], row["started"], tuple(row["restart_on"] or ())) for row in data
@@ -93,6 +95,11 @@ def apply(
             done.append(f"{step} {unit.name}")
             if check_only:
                 continue
+            if undo:
+                state = states[unit.name]
+                Journal(undo).remember_unit(
+                    unit.name, state["UnitFileState"], state["ActiveState"] == "active"
+                )
             code, said = systemctl(step, unit.name)
             if code != 0:
                 failed.append(f"systemctl {step} {unit.name}: {said}")

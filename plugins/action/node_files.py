@@ -23,9 +23,8 @@ class ActionModule(ActionBase):
             entries = [_filled(entry) for entry in self._task.args["entries"]]
         except OSError as error:
             return {**result, "failed": True, "msg": f"{error.filename}: {error.strerror}"}
-        answer = self._execute_module(
-            module_name="node_files", module_args={"entries": entries}, task_vars=task_vars
-        )
+        arguments = {**self._task.args, "entries": entries}
+        answer = self._execute_module(module_name="node_files", module_args=arguments, task_vars=task_vars)
         answer.pop("invocation", None)
         return {**result, **answer}
 

@@ -19,6 +19,10 @@ options:
     type: list
     elements: dict
     required: true
+  undo:
+    description: Role in whose journal the old state of what changes is kept, for module C(node_undo).
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -44,11 +48,14 @@ class QuietModule(AnsibleModule):
 def main() -> None:
     """Bring all entries to their places."""
     module = QuietModule(
-        argument_spec={"entries": {"type": "list", "elements": "dict", "required": True, "no_log": False}},
+        argument_spec={
+            "entries": {"type": "list", "elements": "dict", "required": True, "no_log": False},
+            "undo": {"type": "str", "default": ""},
+        },
         supports_check_mode=True,
     )
     try:
-        outcome = place.apply(module.params["entries"], module.check_mode)
+        outcome = place.apply(module.params["entries"], module.check_mode, module.params["undo"])
     except (place.PlaceFailed, OSError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(**outcome)

@@ -37,6 +37,10 @@ options:
     type: list
     elements: str
     default: []
+  undo:
+    description: Role in whose journal the old states are kept, for module C(node_undo).
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -64,11 +68,14 @@ def main() -> None:
         argument_spec={
             "units": {"type": "list", "elements": "dict", "required": True, "options": unit},
             "changed_paths": {"type": "list", "elements": "str", "default": []},
+            "undo": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
     try:
-        outcome = units.apply(module.params["units"], module.params["changed_paths"], module.check_mode)
+        outcome = units.apply(
+            module.params["units"], module.params["changed_paths"], module.check_mode, module.params["undo"]
+        )
     except units.UnitsFailed as error:
         module.fail_json(msg=str(error))
     module.exit_json(**outcome)

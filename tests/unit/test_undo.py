@@ -1,0 +1,135 @@
+"""A journal brings back what was there: bytes, rights, links, folders, values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bringup.node import place, undo
+from bringup.node.undo import Journal
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """All that is below a folder, as the journal sees it."""
+    return {str(path.relative_to(folder)): undo.look(path) for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(undo, "FOLDER", tmp_path / "state" / "undo")
+    monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (0, ""))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    folder = tmp_path / "node"
+    (folder / "etc").mkdir(parents=True)
+    (folder / "etc" / "settings.conf").write_bytes(b'old = "100% $HOME"\n\xff\x00')
+    (folder / "etc" / "settings.conf").chmod(0o640)
+    (folder / "etc" / "link").symlink_to("settings.conf")
+    return folder
+
+
+def entries(node: Path) -> list[dict[str, Any]]:
+    owner = {"owner": str(os.getuid()), "group": str(os.getgid())} if os.getuid() else {}
+    return [
+        {"path": str(node / "etc/settings.conf"), "content": "new\n", **owner},
+        {"path": str(node / "etc/deep/er/new.conf"), "content": "new\n", **owner},
+        {"path": str(node / "etc/link"), "state": "link", "target": "/elsewhere"},
+        {"path": str(node / "etc/gone"), "state": "absent"},
+    ]
+
+
+def test_files_links_and_folders_come_back_byte_for_byte(node: Path) -> None:
+    before = tree(node)
+    assert place.apply(entries(node), undo="demo")["changed"]
+    assert tree(node) != before
+    done = Journal("demo").restore()
+    assert tree(node) == before
+    assert any(line.startswith("remove") and line.endswith("deep/er") for line in done)
+
+
+def test_a_second_change_does_not_replace_the_first_memory(node: Path) -> None:
+    before = tree(node)
+    place.apply(entries(node), undo="demo")
+    again = [{**row, "content": "newer\n"} if "content" in row else row for row in entries(node)]
+    place.apply(again, undo="demo")
+    Journal("demo").restore()
+    assert tree(node) == before
+
+
+def test_a_folder_that_somebody_filled_since_stays(node: Path) -> None:
+    place.apply(entries(node), undo="demo")
+    (node / "etc/deep/er/theirs").write_text("theirs")
+    Journal("demo").restore()
+    assert (node / "etc/deep/er/theirs").read_text() == "theirs"
+    assert not (node / "etc/deep/er/new.conf").exists()
+
+
+def test_after_an_undo_nothing_is_left_and_another_finds_nothing_to_do(node: Path, tmp_path: Path) -> None:
+    place.apply(entries(node), undo="demo")
+    assert (tmp_path / "state/undo/demo.json").stat().st_mode & 0o777 == 0o600
+    Journal("demo").restore()
+    assert not (tmp_path / "state").exists()
+    assert Journal("demo").restore() == []
+
+
+def test_check_mode_says_the_same_and_changes_nothing(node: Path) -> None:
+    place.apply(entries(node), undo="demo")
+    before = tree(node)
+    said = Journal("demo").restore(check_only=True)
+    assert tree(node) == before
+    assert Journal("demo").restore() == said
+
+
+def test_check_mode_of_a_change_remembers_nothing(node: Path, tmp_path: Path) -> None:
+    place.apply(entries(node), check_only=True, undo="demo")
+    assert not (tmp_path / "state").exists()
+
+
+def test_values_come_back_as_text(node: Path) -> None:
+    value = node / "swappiness"
+    value.write_text("60\n")
+    Journal("demo").remember_value(str(value), "60")
+    value.write_text("10\n")
+    Journal("demo").restore()
+    assert value.read_text() == "60\n"
+
+
+def test_packages_that_came_and_those_that_were_replaced_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [{"a:all": "1", "b:all": "1"}, {"a:all": "2", "b:all": "1", "c:all": "5"}]
+    monkeypatch.setattr(undo, "installed", lambda: states[0])
+    journal = Journal("demo")
+    journal.begin_install()
+    monkeypatch.setattr(undo, "installed", lambda: states[1])
+    Journal("demo").end_install()
+    assert Journal("demo").data["packages"] == {"added": ["c:all"], "replaced": {"a:all": "1"}}
+    said = Journal("demo").restore(check_only=True)
+    assert said == ["install a:all=1", "purge c:all"]
+
+
+def test_an_install_that_was_killed_is_undone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (ran.append(list(argv)), (0, ""))[1])
+    monkeypatch.setattr(undo, "installed", dict)
+    Journal("demo").begin_install()
+    monkeypatch.setattr(undo, "installed", lambda: {"c:all": "5"})
+    assert Journal("demo").restore() == ["purge c:all"]
+    assert ["dpkg", "--purge", "c:all"] in ran
+
+
+def test_what_cannot_be_brought_back_is_named_and_the_journal_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(undo, "installed", dict)
+    Journal("demo").begin_install()
+    monkeypatch.setattr(undo, "installed", lambda: {"c:all": "5"})
+    monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (1, "c is needed by d"))
+    with pytest.raises(undo.UndoFailed, match="c is needed by d"):
+        Journal("demo").restore()
+    assert (tmp_path / "state/undo/demo.json").exists()
