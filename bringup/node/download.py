@@ -175,6 +175,7 @@ def _attempt(
             _check_length(answer, wanted, have)
             _stream(answer, wanted, partial, digest, have, limits, progress)
     except urllib.error.HTTPError as error:
+        error.close()
         raise _status(error, wanted, limits) from None
     except TimeoutError:
         raise _Retry(f"no byte for {limits.stall_s:g} s") from None

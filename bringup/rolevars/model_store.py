@@ -10,10 +10,11 @@ from bringup.planned import HostPlan, Plan, PlannedModel
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
     """`model_store_models`: one row a model, with its lock."""
-    return {"model_store_models": [_row(model) for model in host.models]}
+    return {"model_store_models": [row(model) for model in host.models]}
 
 
-def _row(model: PlannedModel) -> dict[str, Any]:
+def row(model: PlannedModel) -> dict[str, Any]:
+    """One model as the role takes it."""
     return {
         "name": model.name,
         "folder": model.folder,

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 REPOSITORY = "stand/in"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 OTHER_REVISION = "89abcdef0123456789abcdef0123456789abcdef"
+LFS_FROM_BYTES = 1000
 STALL_S = 30.0
 RETRY_AFTER_S = 1
 SLOW_BYTES = 64
@@ -46,6 +47,19 @@ class Hub:
         with self.lock:
             left = self.faults.get(path, [])
             return left.pop(0) if left else ""
+
+
+def _other_entry(row: Mapping[str, object], files: Mapping[str, bytes]) -> dict[str, object]:
+    """A file as ModelScope lists it."""
+    data = files[str(row["path"])]
+    sha256 = hashlib.sha256(data).hexdigest()
+    return {
+        "Path": row["path"],
+        "Type": "blob",
+        "Size": len(data),
+        "Sha256": sha256,
+        "Revision": OTHER_REVISION,
+    }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -71,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._status(401, path)
-        elif path.startswith("/api/models/"):
+        elif path.startswith("/api/"):
             self._api(path, body)
         elif "/resolve/" in path:
             self._file(path, body)
@@ -91,34 +105,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _api(self, path: str, body: bool) -> None:
-        """The repository's files: /api/models/NAME[/revision/REV] or /api/models/NAME/tree/REV."""
-        files = [
-            {
-                "rfilename": name,
-                "path": name,
-                "type": "file",
-                "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
-                "blobId": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
-                "size": len(data),
-                "lfs": {
-                    "oid": hashlib.sha256(data).hexdigest(),
-                    "sha256": hashlib.sha256(data).hexdigest(),
-                    "size": len(data),
-                    "pointerSize": 130,
-                },
-            }
-            for name, data in sorted(self.hub.files.items())
-        ]
-        about = {
-            "id": REPOSITORY,
-            "modelId": REPOSITORY,
-            "sha": REVISION,
-            "private": False,
-            "tags": [],
-            "downloads": 0,
-            "siblings": files,
-        }
-        text = json.dumps(files if "/tree/" in path else about).encode()
+        """The repository's files, as /api/models/NAME/revision/REV, /tree/REV, or ModelScope's repo/files."""
+        files = [self._entry(name, data) for name, data in sorted(self.hub.files.items())]
+        about: object = {"id": REPOSITORY, "modelId": REPOSITORY, "sha": REVISION, "siblings": files}
+        if "/tree/" in path:
+            about = files
+        if path.startswith("/api/v1/"):
+            about = {"Code": 200, "Data": {"Files": [_other_entry(row, self.hub.files) for row in files]}}
+        text = json.dumps(about).encode()
         self._note(path, 200)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -126,6 +120,17 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(text)
+
+    @staticmethod
+    def _entry(name: str, data: bytes) -> dict[str, object]:
+        """A file as Hugging Face lists it: only a large one is in LFS and has a sha256."""
+        git = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        row: dict[str, object] = {"rfilename": name, "path": name, "type": "file", "oid": git, "blobId": git}
+        row["size"] = len(data)
+        if len(data) > LFS_FROM_BYTES:
+            sha256 = hashlib.sha256(data).hexdigest()
+            row["lfs"] = {"oid": sha256, "sha256": sha256, "size": len(data), "pointerSize": 130}
+        return row
 
     def _file(self, path: str, body: bool) -> None:
         name = path.split("/resolve/", 1)[1].split("/", 1)[1]

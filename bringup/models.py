@@ -1,0 +1,241 @@
+"""The life of a model's files, for `invoke models.*`: lock, list, verify, space, collect garbage."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from bringup import ROOT, hubs
+from bringup.catalog import Catalog, Model, lazy
+from bringup.entries import Entry, build, read_yaml
+from bringup.errors import BringupError, HostFailed, Problem, UsageError
+from bringup.node.files import write_atomic
+from bringup.planned import HostPlan, ModelFile
+
+if TYPE_CHECKING:
+    from bringup.fleet import Host
+
+LOCKS = "catalog/models/locks"
+
+QUICK_LIMIT_S = 120.0
+VERIFY_LIMIT_S = 6 * 3600.0
+"""Seconds for reading every byte of every model of a node: 850 GB from a slow disk take hours."""
+
+
+class _File(Entry):
+    path: str
+    size: int
+    sha256: str
+
+
+class Lock(Entry):
+    """A lock file: the commit, and every file with its size and sha256."""
+
+    revision: str
+    files: tuple[_File, ...]
+
+
+def read_lock(path: Path, where: str | None = None) -> tuple[str, tuple[ModelFile, ...]]:
+    """Revision and files of a lock. Raises UsageError."""
+    name = where or str(path)
+    lock = build(Lock, read_yaml(path, name), name)
+    return lock.revision, tuple(ModelFile(file.path, file.size, file.sha256) for file in lock.files)
+
+
+def lock_text(revision: str, files: Sequence[ModelFile], origin: str) -> str:
+    """The text of a lock, one line a file so that a diff shows which file changed."""
+    lines = [f"# {origin}", f"revision: {json.dumps(revision)}", "files:"]
+    lines += [
+        f'  - {{path: {json.dumps(file.path)}, size: {file.size}, sha256: "{file.sha256}"}}' for file in files
+    ]
+    text = "\n".join(lines) + "\n"
+    assert yaml.safe_load(text)["revision"] == revision
+    return text
+
+
+@dataclass(frozen=True)
+class Locked:
+    """What `invoke models.lock` did: the lock's path in the checkout, its size in bytes, what differs."""
+
+    model: str
+    path: str
+    revision: str
+    files: int
+    size: int
+    changed: bool
+    notes: tuple[str, ...] = ()
+
+
+def lock(
+    name: str,
+    access: Mapping[str, hubs.Hub],
+    revision: str | None = None,
+    catalog: Catalog | None = None,
+    root: Path = ROOT,
+) -> Locked:
+    """Makes the lock of a catalog model from its hubs, and writes it.
+
+    With both hubs in the entry the second is compared with the first, and a file that engines load and that
+    is not the same on both is an error. Raises UsageError or HostFailed.
+    """
+    entry = (catalog or lazy()).model(name)
+    found = _listings(name, entry, access, revision)
+    notes: list[str] = []
+    if len(found) == 2 and (problems := hubs.differences(*found)):
+        raise UsageError([Problem(f"model {name}", "the hubs do not have the same files"), *problems])
+    notes += [f"the same on {found[0].hub} and {found[1].hub}"] if len(found) == 2 else []
+    path = Path(entry.lock or f"{LOCKS}/{name}.yml")
+    origin = ", ".join(f"{listing.hub} {listing.repository}@{listing.commit}" for listing in found)
+    text = lock_text(found[0].commit, found[0].files, origin)
+    target = root / path
+    before = target.read_text(encoding="utf-8") if target.is_file() else ""
+    if before != text:
+        write_atomic(target, text)
+    if not entry.lock:
+        notes.append(f"add to catalog/models/{name}.yml: lock: {path}")
+    size = hubs.total(found[0].files)
+    return Locked(name, str(path), found[0].commit, len(found[0].files), size, before != text, tuple(notes))
+
+
+def _listings(
+    name: str, entry: Model, access: Mapping[str, hubs.Hub], revision: str | None
+) -> list[hubs.Listing]:
+    repositories = {"huggingface": entry.hub.huggingface, "modelscope": entry.hub.modelscope}
+    places = {kind: place for kind, place in repositories.items() if place and kind in access}
+    if not places:
+        where = f"catalog/models/{name}.yml"
+        raise UsageError(
+            Problem(where, "is on no hub, so there is nothing to lock", "Give it hub.huggingface")
+        )
+    found: list[hubs.Listing] = []
+    for kind, place in places.items():
+        default = "main" if kind == "huggingface" else "master"
+        # A commit is known to the hub that made it only; the other one is asked for its newest.
+        wanted = (revision or entry.hub.revision) if not found else None
+        found.append(hubs.listing(access[kind], place, wanted or default, entry.hub.include))
+    return found
+
+
+# --- on nodes -----------------------------------------------------------------------------------------------
+
+
+def verify(inventory: str, limit: str | None = None, *, deep: bool = False) -> list[dict[str, Any]]:
+    """One row a host and planned model: host, model, folder, ready, faults, problems, bytes (or `error`).
+
+    Quick looks at sizes and times and reads what somebody has touched; deep reads everything.
+    """
+    limit_s = VERIFY_LIMIT_S if deep else QUICK_LIMIT_S
+    return _ask(
+        inventory, limit, lambda host: {"what": "verify", "models": _models(host), "deep": deep}, limit_s
+    )
+
+
+def space(inventory: str, limit: str | None = None) -> list[dict[str, Any]]:
+    """One row a host and folder of models: bytes on disk, ready, planned, pids that have it open, units."""
+    return _ask(inventory, limit, lambda host: {"what": "space", **_root(host)}, QUICK_LIMIT_S)
+
+
+def garbage(inventory: str, limit: str | None = None, *, remove: bool = False) -> list[dict[str, Any]]:
+    """The folders that nobody plans, has open or names; with `remove` they are gone when this returns."""
+    return _ask(inventory, limit, lambda host: {"what": "gc", **_root(host), "remove": remove}, QUICK_LIMIT_S)
+
+
+def listed(catalog: Catalog | None = None) -> list[dict[str, Any]]:
+    """Every model of the catalog: name, title, format, where from, locked revision, files, bytes."""
+    known = catalog or lazy()
+    return [_listed(name, known.model(name)) for name in known.names("models")]
+
+
+def _listed(name: str, entry: Model) -> dict[str, Any]:
+    revision, files = read_lock(ROOT / entry.lock, entry.lock) if entry.lock else ("", ())
+    places = {
+        "huggingface": entry.hub.huggingface,
+        "modelscope": entry.hub.modelscope,
+        "made by": entry.made_by,
+    }
+    return {
+        "model": name,
+        "title": entry.title,
+        "format": entry.format,
+        "from": [f"{kind} {place}" for kind, place in places.items() if place],
+        "revision": revision,
+        "files": len(files),
+        "bytes": hubs.total(files),
+    }
+
+
+def failed(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Is any row of `verify` not ready, or a host without an answer?"""
+    return any(row.get("error") or not row.get("ready", True) for row in rows)
+
+
+def _models(host: HostPlan) -> list[dict[str, Any]]:
+    from bringup.rolevars.model_store import row
+
+    return [row(model) for model in host.models]
+
+
+def _root(host: HostPlan) -> dict[str, Any]:
+    folders = [model.folder for model in host.models]
+    roots = sorted({str(PurePosixPath(folder).parent) for folder in folders})
+    return {"root": roots[0] if roots else "/srv/models", "planned": folders}
+
+
+def _ask(
+    inventory: str, limit: str | None, request: Callable[[HostPlan], Mapping[str, Any]], limit_s: float
+) -> list[dict[str, Any]]:
+    """Runs the node's program on every host at once; a host without an answer is a row with `error`."""
+    from bringup import fleet, plan
+
+    resolved = plan.load(inventory)
+    hosts = fleet.hosts_of(inventory, fleet.matching(fleet.groups_of(inventory), limit))
+    answers = fleet.each(hosts, lambda host: _look(host, request(resolved.host(host.name)), limit_s))
+    rows: list[dict[str, Any]] = []
+    for host, found in zip(hosts, answers, strict=True):
+        if isinstance(found, Exception):
+            why = found.problems[0].what if isinstance(found, BringupError) else str(found)
+            rows.append({"host": host.name, "error": why})
+        else:
+            rows += [{"host": host.name, **row} for row in found]
+    return rows
+
+
+def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
+    from bringup import remote
+    from bringup.looking import AS_ROOT
+
+    ran = remote.run(host, AS_ROOT.format("python3 -I -"), stdin=program(request), limit_s=limit_s)
+    try:
+        rows: list[dict[str, Any]] = json.loads(ran.out)["rows"]
+    except (ValueError, KeyError, TypeError):
+        said = (ran.err or ran.out).strip().splitlines()
+        why = f"took longer than {limit_s:g} s" if ran.code == 124 else (said[-1] if said else "no output")
+        raise HostFailed(Problem(host.name, f"looking at its models failed: {why}")) from None
+    return rows
+
+
+def program(request: Mapping[str, Any]) -> str:
+    """One Python program that needs nothing on the node: our modules in a zip, and the request."""
+    folder = ROOT / "bringup" / "node"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("__init__", "contents", "download", "files", "shelf", "store"):
+            archive.write(folder / f"{name}.py", f"bringup_node/{name}.py")
+    packed = base64.b64encode(buffer.getvalue()).decode()
+    return (
+        "import base64, json, sys, tempfile\n"
+        "with tempfile.NamedTemporaryFile(suffix='.zip') as file:\n"
+        f"    file.write(base64.b64decode({packed!r}))\n"
+        "    file.flush()\n"
+        "    sys.path.insert(0, file.name)\n"
+        "    from bringup_node import shelf\n"
+        f"    shelf.main(json.loads({json.dumps(request)!r}))\n"
+    )

@@ -1,0 +1,140 @@
+"""The models on a node: are they right, what do they take, who uses them, and what may go.
+
+`main(request)` prints one JSON object. It changes nothing but for `gc` with `remove`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import contents
+from .files import read_text
+from .store import OURS, READY, Model, StoreFailed, is_stamped, stamp_of, verify
+
+
+def verified(data: Mapping[str, Any], deep: bool) -> dict[str, Any]:
+    """Is one planned model right? `ready`, `faults` (path -> what), `problems` (what makes no sense)."""
+    row: dict[str, Any] = {"model": data["name"], "folder": data["folder"], "deep": deep}
+    try:
+        model = Model.of(data)
+    except StoreFailed as error:
+        return {**row, "ready": False, "faults": {}, "problems": [str(error)], "bytes": 0}
+    faults = verify(model, deep)
+    whole = [file.path for file in model.files if file.path not in faults]
+    problems = contents.check_model(model.folder, whole, model.expects) if deep and not faults else []
+    left = contents.leftovers(model.folder) if model.folder.is_dir() else []
+    problems += [
+        f"left by a download that was broken off: {name}" for name in left if not name.startswith(OURS)
+    ]
+    if not model.files:
+        problems.append("has no lock")
+    return {
+        **row,
+        "ready": not faults and not problems and is_stamped(model),
+        "faults": faults,
+        "problems": problems,
+        "bytes": sum(file.size for file in model.files),
+    }
+
+
+def shelf(root: Path, planned: Sequence[str], proc: Path, units: Path) -> list[dict[str, Any]]:
+    """Every folder below the models' root: bytes on disk, ready, planned, pids that have it open, units."""
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    open_by = users(folders, proc)
+    named = {path: units_of(path, units) for path in folders}
+    return [
+        {
+            "folder": str(path),
+            "model": path.name,
+            "bytes": held(path),
+            "ours": (path / OURS).is_dir(),
+            "ready": bool(stamp_of(path)),
+            "planned": str(path) in planned,
+            "pids": open_by.get(path, []),
+            "units": named[path],
+        }
+        for path in folders
+    ]
+
+
+def may_go(row: Mapping[str, Any]) -> bool:
+    """Garbage: ours, not planned, open in no process and named by no unit."""
+    return bool(row["ours"]) and not (row["planned"] or row["pids"] or row["units"])
+
+
+def users(folders: Sequence[Path], proc: Path) -> dict[Path, list[int]]:
+    """The processes that have a file of each folder open or mapped."""
+    found: dict[Path, list[int]] = {}
+    for entry in proc.iterdir() if folders else ():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            seen = read_text(entry / "maps") + "\n".join(_open_files(entry)) + "\n"
+            for folder in folders:
+                if f"{folder}/" in seen:
+                    found.setdefault(folder, []).append(int(entry.name))
+    return found
+
+
+def _open_files(process: Path) -> list[str]:
+    targets = []
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                targets.append(str(link.readlink()))
+    return targets
+
+
+def units_of(folder: Path, units: Path) -> list[str]:
+    """The services whose unit or description names a folder (a stopped one may start again)."""
+    texts = {
+        path: read_text(path) for place in (units, Path("/etc/bringup/services")) for path in _texts(place)
+    }
+    return sorted(
+        path.stem
+        for path, text in texts.items()
+        if any(f"{folder}{end}" in text for end in ("/", '"', "'", " ", "\n", "\\"))
+    )
+
+
+def _texts(place: Path) -> list[Path]:
+    return sorted([*place.glob("*.service"), *place.glob("*.json")]) if place.is_dir() else []
+
+
+def held(folder: Path) -> int:
+    """Bytes on the disk of everything in a folder; a file with two names counts once."""
+    seen: dict[tuple[int, int], int] = {}
+    for here, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = Path(here, name).lstat()
+                seen[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(seen.values())
+
+
+def collect(rows: Sequence[Mapping[str, Any]], remove: bool) -> list[dict[str, Any]]:
+    """What may go, and (with `remove`) goes: the stamp first, so that half a folder never counts as ready."""
+    garbage = [dict(row) for row in rows if may_go(row)]
+    for row in garbage if remove else ():
+        folder = Path(row["folder"])
+        (folder / READY).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    return garbage
+
+
+def main(
+    request: Mapping[str, Any], proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")
+) -> None:
+    """`what`: verify (`models`, `deep`), space or gc (`root`, `planned`, `remove`)."""
+    if request["what"] == "verify":
+        answer: Any = [verified(model, bool(request["deep"])) for model in request["models"]]
+    else:
+        rows = shelf(Path(request["root"]), request["planned"], proc, units)
+        answer = rows if request["what"] == "space" else collect(rows, bool(request["remove"]))
+    free = {root: shutil.disk_usage(root).free for root in [request.get("root", "/")] if Path(root).is_dir()}
+    json.dump({"rows": answer, "free": next(iter(free.values()), None)}, sys.stdout)
