@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from invoke import Collection, Context, Exit, task
 
-from bringup import commandline
+from bringup import commandline, model_commands
 from bringup import errors as _errors
 
 commandline.install()
@@ -616,3 +616,4 @@ ns.add_collection(_collection("failures", failures_add))
 ns.add_collection(_collection("flags", flags_check, flags_table))
 ns.add_collection(_collection("history", history_list, history_show, history_diff))
 ns.add_collection(_collection("lab", up, down, lab_ssh))
+ns.add_collection(model_commands.collection())

@@ -66,7 +66,7 @@ def _state(row: Mapping[str, Any]) -> str:
 )
 def lock(
     c: Context,
-    model: str = "",
+    model: str,
     revision: str | None = None,
     huggingface: str = "https://huggingface.co",
     modelscope: str = "https://modelscope.cn",
@@ -77,8 +77,6 @@ def lock(
 
     from bringup import hubs, models
 
-    if not model:
-        raise UsageError("models.lock: name a model, as `invoke models.list` shows them")
     addresses = {"huggingface": huggingface, "modelscope": modelscope}
     tokens = {"huggingface": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}
     access = {
