@@ -74,6 +74,7 @@ class Parts:
     GPUs."""
 
     intent: ServiceIntent
+    platform_name: str
     platform: Platform
     profile: Profile
     engine: Engine
@@ -175,10 +176,19 @@ def _resolve_host(wanted: Intent, where: str, problems: list[Problem], known: Ca
         models=tuple(models),
         environments=tuple(environments),
         fits=tuple(verdict for _, verdict in made),
-        expected=platform.model_dump(mode="json"),
+        expected=_expected(platform, [part.engine for part in parts]),
         site=_site(wanted),
     )
     return Resolved(host, (), tuple(findings))
+
+
+def _expected(platform: Platform, engines: Iterable[Engine]) -> dict[str, Any]:
+    """The platform as plain data; an engine built for a newer driver raises the least that will do."""
+    facts = platform.model_dump(mode="json")
+    if facts["driver"]:
+        least = [engine.minimum_driver for engine in engines if engine.needs_gpu and engine.minimum_driver]
+        facts["driver"]["minimum"] = max([facts["driver"]["minimum"], *least], key=catalogs.version_key)
+    return facts
 
 
 def _attempt(problems: list[Problem], make: Callable[[], T]) -> T | None:
@@ -274,7 +284,7 @@ def _parts(
         flag: _filled(value, {"draft": f"{wanted.node_model_folder}/{profile.draft}"})
         for flag, value in merged.items()
     }
-    return Parts(one, platform, profile, engine, model, draft, gpus, filled, put)
+    return Parts(one, wanted.node_platform, platform, profile, engine, model, draft, gpus, filled, put)
 
 
 def _other_profiles(platform: str, profile: Profile, known: Catalog) -> str:
@@ -522,7 +532,7 @@ def _check_flags(
     model = part.model
     context = flags.FlagContext(
         sm=int(gpus.sm.replace(".", "")) if gpus else None,
-        platform=None,
+        platform=part.platform_name,
         model=flags.ModelFacts(
             name=part.profile.model,
             architecture=model.architecture,
@@ -623,6 +633,11 @@ def _models(part: Parts, wanted: Intent, findings: list[Finding]) -> Iterator[Pl
                     instead=f"invoke models.lock --model {name}",
                 )
             )
+        if model.graft:
+            findings += [
+                Finding("PLAN_GRAFT_NEEDS", "warning", f"model {name}", f"the graft needs {need}")
+                for need in model.graft.needs
+            ]
         yield planned
 
 
