@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bringup.errors import Problem, UsageError
-from bringup.planned import Finding, Fit
+from bringup.planned import Finding, Fit, Severity
 
 if TYPE_CHECKING:
     from bringup import catalog
@@ -489,12 +489,14 @@ def findings(
     """
     sizing = size(model, platform, serving)
     checks = [_host_finding(where, platform, serving, sizing)]
+    # What has run is told, not warned about.
+    severity: Severity = "note" if measured else "warning"
     if not (sizing.fits or (measured and sizing.nearly)):
         checks.append(_too_big(where, model, platform, serving, sizing, others))
     else:
         checks += [
-            _close(where, sizing, serving),
-            _thin(where, sizing, serving),
+            _close(where, sizing, serving, severity),
+            _thin(where, sizing, serving, severity),
             _cut(where, model, serving, sizing),
         ]
     return [finding for finding in checks if finding]
@@ -578,7 +580,7 @@ def _host_finding(
     )
 
 
-def _close(where: str, sizing: Sizing, serving: ServingFacts) -> Finding | None:
+def _close(where: str, sizing: Sizing, serving: ServingFacts, severity: Severity) -> Finding | None:
     surplus = (sizing.tokens - sizing.wanted) * sizing.kv_per_token
     if not serving.gpus or surplus >= RESERVE_ERROR or not sizing.kv_per_token or serving.max_tokens:
         return None
@@ -586,7 +588,7 @@ def _close(where: str, sizing: Sizing, serving: ServingFacts) -> Finding | None:
     short = f"is {-surplus / GIB:.2f} GiB a GPU short, though it ran where it was measured"
     return Finding(
         "FIT_CLOSE",
-        "warning",
+        severity,
         where,
         f"{spare if surplus >= 0 else short}; this arithmetic can be wrong by {RESERVE_ERROR / GIB:.1f} GiB",
         reason=_arithmetic(sizing, serving),
@@ -594,12 +596,12 @@ def _close(where: str, sizing: Sizing, serving: ServingFacts) -> Finding | None:
     )
 
 
-def _thin(where: str, sizing: Sizing, serving: ServingFacts) -> Finding | None:
+def _thin(where: str, sizing: Sizing, serving: ServingFacts, severity: Severity) -> Finding | None:
     if not serving.gpus or sizing.memory < HEADROOM_MATTERS_FROM or sizing.headroom > HEADROOM_WANTED:
         return None
     return Finding(
         "FIT_THIN",
-        "warning",
+        severity,
         where,
         f"leaves {sizing.headroom / GIB:.1f} GiB free on each GPU; "
         f"long-running servers want more than {HEADROOM_WANTED / GIB:.0f}",

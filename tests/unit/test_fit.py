@@ -13,6 +13,7 @@ import pytest
 from bringup import catalog, fit
 from bringup.entries import build, read_yaml
 from bringup.errors import UsageError
+from bringup.planned import Finding, Fit
 
 CASES = Path(__file__).parents[1] / "cases" / "fit"
 FACTS = read_yaml(CASES / "facts.yml")
@@ -360,3 +361,46 @@ def test_a_machine_of_unknown_memory_is_not_judged() -> None:
     verdict, found = fit.of_service(build(catalog.Model, GLM, "model"), anything, plan, {}, ())
     assert verdict.fits is None
     assert found == []
+
+
+# --- the catalog itself ------------------------------------------------------------------------------------
+
+CATALOG = catalog.lazy()
+MEASURED = [name for name in CATALOG.names("profiles") if CATALOG.profile(name).expectations]
+
+
+def judged(name: str, platform: str) -> tuple[Fit, list[Finding]]:
+    entry, machine = CATALOG.profile(name), CATALOG.platform(platform)
+    count = machine.gpus.count if machine.gpus else 0
+    gpus = range(count if entry.gpus is None else entry.gpus)
+    others = {known: CATALOG.platform(known) for known in CATALOG.names("platforms")}
+    return fit.of_service(
+        CATALOG.model(entry.model),
+        machine,
+        entry,
+        entry.flags,
+        gpus,
+        draft=CATALOG.model(entry.draft) if entry.draft else None,
+        others=others,
+    )
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_has_been_measured_is_never_refused_nor_warned_about_by_the_sum(name: str) -> None:
+    for platform in CATALOG.profile(name).platforms:
+        verdict, found = judged(name, platform)
+        assert verdict.fits is not False
+        assert [item.code for item in found if item.severity != "note"] == []
+
+
+def test_the_tuned_profile_on_the_smaller_gpus_is_refused_and_the_larger_ones_named() -> None:
+    verdict, found = judged("h20-141gb-glm-5.1-fp8-sglang", "h20-96gb")
+    assert verdict.fits is False
+    assert found[0].code == "FIT_TOO_BIG"
+    assert "h20-141gb" in found[0].instead
+    assert "h100-8x" not in found[0].instead
+
+
+def test_the_context_profile_comes_out_within_two_percent() -> None:
+    verdict, _ = judged("gh200-2x-glm-5.2-awq-int4-fp8-mtp-vllm-context", "gh200-2x")
+    assert dict(verdict.rows)["KV cache"] / fit.GIB == pytest.approx(32.42, rel=0.02)
