@@ -13,7 +13,7 @@ sre_parser: Any = importlib.import_module("re._parser")
 # The standard library has no public view of a parsed pattern; these two have been there since 3.11.
 
 MIN_ANCHOR = 3
-"""Letters: shorter fixed text is in every log and would make the prefilter useless."""
+"""Bytes: shorter fixed text is in every log and would make the prefilter useless."""
 
 MAX_LINE = 16_384
 """Characters of one line that are looked at; usage texts and dumped configurations are longer."""
@@ -106,12 +106,15 @@ def _strings(value: Any, key: str = "") -> Iterator[str]:
 
 
 _ECHO = re.compile(
-    r"\b(?:ServerArgs|EngineArgs|Namespace)\(|\bnon-default args: |^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
+    r"\b(?:ServerArgs|EngineArgs|Namespace)\(|\bnon-default args: "
+    r"|\bCommand line: BOOT_IMAGE=|\bKernel command line: "
+    r"|^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
+    r"|^(?:TASK|PLAY|RUNNING HANDLER|PLAY RECAP) \[|^(?:ok|changed|skipping): \["
 )
 
 
 def is_echo(line: str) -> bool:
-    """Whether the line only repeats the command line's settings or the program's usage: no evidence."""
+    """Whether the line only repeats the command line's settings, a program's usage or a play's headings: no evidence."""
     return _ECHO.search(line) is not None
 
 
@@ -154,8 +157,8 @@ def _required(tree: Iterable[Any], prefix: str = "") -> frozenset[str] | None:
 
     def walk(nodes: Iterable[Any]) -> None:
         for op, value in nodes:
-            if op is sre.LITERAL and value < 128:
-                run.append(chr(value).lower())
+            if op is sre.LITERAL:
+                run.append(chr(value).lower() if value < 128 else chr(value))
             elif op is sre.SUBPATTERN:
                 walk(value[3])
             elif op is sre.AT:
@@ -202,7 +205,7 @@ def _pieces(text: str) -> Iterator[str]:
     for letter in [*text, "\n"]:
         if letter in _PATTERN_BREAKS:
             joined = "".join(piece)
-            if len(joined.strip()) >= MIN_ANCHOR:
+            if len(joined.strip().encode()) >= MIN_ANCHOR:
                 yield joined
             piece.clear()
         else:
