@@ -22,6 +22,7 @@ LOGS = PurePosixPath("/var/log/bringup")
 FIFOS = PurePosixPath("/run/bringup/log")
 
 LOG_USER = "bringup-log"
+LEASE_USER = "bringup-lease"
 
 RESTART_S = 3
 START_LIMIT_BURST = 5
@@ -390,7 +391,9 @@ def lease_unit_text() -> str:
     ]
     run = [
         "Type=exec",
-        "DynamicUser=yes",
+        # A user of its own rather than DynamicUser: the bus does not know dynamic users where libnss-systemd is missing.
+        f"User={LEASE_USER}",
+        f"Group={LEASE_USER}",
         "StateDirectory=bringup-lease",
         f"ExecStart={command(program('lease'))}",
         "Restart=always",

@@ -230,7 +230,8 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def _answer(self, status: int, data: Mapping[str, Any]) -> None:
-        content = json.dumps(data).encode()
+        # The node's name: whoever has called must be sure whose word this is (addresses can lead astray).
+        content = json.dumps({"node": self.node.settings["name"], **data}).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

@@ -91,6 +91,8 @@ class Lease:
             status, data = call(self.peers[node], self.port, "/v1/lease", body)
         except NoAnswer as error:
             return Vote(node, None, str(error))
+        if data.get("node") != node:
+            return Vote(node, None, f"{self.peers[node]} is {data.get('node', 'no lease listener')}")
         if status in (200, 409):
             return Vote(node, status == 200, str(data.get("why", "")))
         return Vote(node, None, f"status {status}: {data.get('why', '')}")
