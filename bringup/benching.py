@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from bringup import bench, load, metrics, suites
+from bringup import bench, load, metrics, suites, tune
 from bringup.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from bringup import catalog
 
 SCHEMA_VERSION = 1
+DEFAULT_PROMPT, DEFAULT_OUTPUT = 256, 512
+"""Tokens of a tuning load that does not say how many."""
 SAMPLES_KEPT = 2000
 """Times of single requests that a result keeps for each load; a bigger load keeps every n-th."""
 COLUMNS = tuple("load|runs|median tok/s|P10|P90|min|max|CV|TTFT ms|TPOT ms|accept len|note".split("|"))
@@ -318,6 +320,31 @@ def of_profile(expectations: Iterable[catalog.Expectation]) -> dict[str, bench.S
             low_accept=item.runs_below_60 or 0,
         )
     return found
+
+
+# --- for tuning --------------------------------------------------------------------------------------------
+
+
+def suite_of(wish: catalog.Tune) -> suites.Suite:
+    """A profile's tuning loads as a suite: one cold run and as many warm ones as it says."""
+    steps = [
+        suites.Step(
+            prompt_tokens=work.prompt_tokens or DEFAULT_PROMPT,
+            output_tokens=work.output_tokens or DEFAULT_OUTPUT,
+            concurrent=work.concurrent,
+            cold_runs=1,
+            warm_runs=wish.warm_runs,
+        )
+        for work in wish.workloads
+    ]
+    return suites.Suite(title="tuning", steps=tuple(steps))
+
+
+def as_candidate(name: str, result: TargetResult, free_gib: float | None = None) -> tune.Candidate:
+    """A setting's measurement for `tune.pick`. `free_gib`: left on the fullest GPU at its fullest moment."""
+    silent = [item.load.label for item in result.measured if item.summary is None]
+    failed = f"no run gave a value at {', '.join(silent)}" if silent else ""
+    return tune.Candidate(name, result.summaries, free_gib, failed)
 
 
 # --- showing -----------------------------------------------------------------------------------------------

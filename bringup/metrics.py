@@ -115,6 +115,8 @@ def between(before: Mapping[str, float], after: Mapping[str, float]) -> Between:
     length: float | None = None
     if drafts:
         length = 1 + accepted / drafts if accepted is not None else generated / drafts if generated else None
+    elif generated and "drafts_total" not in after:
+        length = after.get("accept_length") or None
     percent = 100 * accepted / drafted if drafted and accepted is not None else None
     if percent is None and length is not None and after.get("draft_tokens", 0) > 1:
         percent = 100 * (length - 1) / (after["draft_tokens"] - 1)

@@ -195,6 +195,11 @@ def _clearly_worse(best: Candidate, here: Candidate, limits: Constraints) -> boo
     return tail < _mean(best, labels, lambda summary: summary.tail) * (1 - TAIL_WITHIN) if labels else True
 
 
+def constraints_of(wish: catalog.Tune) -> Constraints:
+    """What a profile's `tune:` section asks to keep."""
+    return Constraints(keep_free_gib=wish.keep_free_gib)
+
+
 def settings_of(axis: catalog.Axis) -> tuple[Setting, ...]:
     """The settings of a profile's tuning axis in walking order, each with what is set along with it."""
     return tuple(_setting(axis, at) for at in range(len(axis.values)))

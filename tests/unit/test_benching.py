@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from bringup import bench, benching, benchreport, catalog, load, suites
+from bringup import bench, benching, benchreport, catalog, load, suites, tune
 from bringup.entries import build
 from bringup.errors import UsageError
 
@@ -153,6 +153,23 @@ def test_a_profiles_measurement_is_something_to_be_held_against() -> None:
     assert found["4x 256->512"].median == 55
     ours = {"256->512": bench.Summary(30, 5, values=(29.0, 30.0, 30.5, 30.2, 29.9))}
     assert benching.against(found, ours).verdict == "worse"
+
+
+def test_a_profiles_tuning_loads_are_a_suite_and_its_result_a_candidate(
+    result: benching.BenchResult,
+) -> None:
+    axis = {"flag": "--spec-tokens", "values": [1, 2]}
+    work = [{"prompt_tokens": 2048, "output_tokens": 512}, {"concurrent": 4}]
+    wish = build(catalog.Tune, {"axes": [axis], "workloads": work, "warm_runs": 10}, "tune")
+    suite = benching.suite_of(wish)
+    assert [step.load.label for step in suite.steps] == ["2048->512", "4x 256->512"]
+    assert {(step.cold_runs, step.warm_runs) for step in suite.steps} == {(1, 10)}
+    assert tune.constraints_of(wish).keep_free_gib == 10
+    candidate = benching.as_candidate("one", result.targets[0], 12.5)
+    assert tune.pick([candidate]).picked == "one"
+    silent = dataclasses.replace(result.targets[0].measured[0], values=dict.fromkeys(benching.METRICS, ()))
+    broken = dataclasses.replace(result.targets[0], measured=(silent,))
+    assert benching.as_candidate("two", broken).failed == "no run gave a value at 40->8"
 
 
 # --- the page ----------------------------------------------------------------------------------------------

@@ -55,6 +55,12 @@ def test_acceptance_without_a_count_of_accepted_tokens_comes_from_steps() -> Non
     assert got.accept_percent == pytest.approx(57.5)
 
 
+def test_an_engine_without_counters_is_read_by_its_gauge_when_it_did_something() -> None:
+    page = {"accept_length": 3.3, "draft_tokens": 5.0, "generation_tokens_total": 100.0}
+    assert metrics.between({}, page).accept_percent == pytest.approx(57.5)
+    assert metrics.between(page, page).accept_length is None
+
+
 @pytest.mark.parametrize(
     ("after", "percent"),
     [
