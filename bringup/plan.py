@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bringup import ROOT, fit, flags, intent, inventory, placement
 from bringup import catalog as catalogs
+from bringup import fit, flags, intent, inventory, placement
 from bringup.catalog import Catalog, Engine, Model, Platform, Profile
-from bringup.entries import Entry, build, read_yaml
+from bringup.entries import Entry, build, read_text, read_yaml
 from bringup.errors import Problem, UsageError
 from bringup.intent import Intent, LogWish, ServiceIntent
 from bringup.inventory import Inventory
@@ -48,15 +48,22 @@ LEASE_PORT = 7766
 LOOPBACK = "127.0.0.1,localhost,::1"
 MIB, HOUR_S = 1024**2, 3600
 
-HostKey = tuple[str, ...]
 T = TypeVar("T")
+
+
+class LockedFile(Entry):
+    """One file of a locked model."""
+
+    path: str
+    size: int
+    sha256: str
 
 
 class ModelLock(Entry):
     """A model's lock: the revision it was made from and every file with its size and SHA-256."""
 
     revision: str
-    files: tuple[dict[str, Any], ...]
+    files: tuple[LockedFile, ...]
 
 
 @dataclass(frozen=True)
@@ -93,12 +100,12 @@ def load(name_or_path: str) -> Plan:
 
 def resolve(wanted: Inventory, known: Catalog) -> Plan:
     """What follows from an inventory and the catalog. Raises UsageError with every problem."""
-    groups = _alike(wanted)
-    results = {key: _resolve_kind(wanted.name, names, key, known) for key, names in groups.items()}
+    kinds = _alike(wanted)
+    results = {names: _resolve_kind(wanted.name, names, own, known) for names, own in kinds}
     problems = [problem for result in results.values() for problem in result.problems]
     if problems:
         raise UsageError(dict.fromkeys(problems))
-    of_host = {name: results[key].host for key, names in groups.items() for name in names}
+    of_host = {name: result.host for names, result in results.items() for name in names}
     hosts = tuple(_named(of_host[host.name], host.name, host.groups) for host in wanted.hosts)
     findings = tuple(dict.fromkeys(finding for result in results.values() for finding in result.findings))
     return Plan(wanted.name, hosts, findings, digest_of([asdict(host) for host in hosts]))
@@ -109,21 +116,22 @@ def _named(host: HostPlan | None, name: str, groups: Sequence[str]) -> HostPlan:
     return replace(host, name=name, groups=tuple(groups))
 
 
-def _alike(wanted: Inventory) -> dict[str, list[str]]:
-    """Names of hosts by their variables that matter (as JSON): those in one row get the same plan."""
-    found: dict[str, list[str]] = {}
+def _alike(wanted: Inventory) -> list[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Hosts whose variables are the same where a plan looks: their names, and those variables."""
+    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for host in wanted.hosts:
         own = {
             name: value
             for name, value in host.variables.items()
             if not name.startswith(intent.PASSED_THROUGH)
         }
-        found.setdefault(json.dumps(own, default=_as_json, sort_keys=False), []).append(host.name)
-    return found
-
-
-def _as_json(value: Any) -> Any:
-    return str(value)
+        try:
+            key = json.dumps(own, default=repr, skipkeys=True)
+        except (ValueError, RecursionError):
+            problem = Problem(f"inventories/{wanted.name} ({host.name})", "a variable contains itself")
+            raise UsageError(problem) from None
+        found.setdefault(key, ([], own))[0].append(host.name)
+    return [(tuple(names), own) for names, own in found.values()]
 
 
 def digest_of(value: Any) -> str:
@@ -135,8 +143,9 @@ def digest_of(value: Any) -> str:
 # --- one kind of host -----------------------------------------------------------------------------
 
 
-def _resolve_kind(inventory_name: str, names: Sequence[str], key: str, known: Catalog) -> Resolved:
-    variables = json.loads(key)
+def _resolve_kind(
+    inventory_name: str, names: Sequence[str], variables: Mapping[str, Any], known: Catalog
+) -> Resolved:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     where = f"inventories/{inventory_name} ({names[0]}{more})"
     problems = intent.strangers(variables, where)
@@ -164,9 +173,9 @@ def _resolve_host(wanted: Intent, where: str, problems: list[Problem], known: Ca
     made = [_service(part, wanted, where, known, problems, findings) for part in parts]
     if problems or platform is None:
         return Resolved(None, tuple(problems), tuple(findings))
-    arch = platform.arch
-    environments = _unique(_environment(part.engine, arch, findings) for part in parts)
-    models = _unique(model for part in parts for model in _models(part, wanted, findings))
+    arch, root = platform.arch, known.folder.parent
+    environments = _unique(_environment(part.engine, arch, root, findings) for part in parts)
+    models = _unique(model for part in parts for model in _models(part, wanted, root, findings))
     host = HostPlan(
         name="",
         groups=(),
@@ -265,7 +274,7 @@ def _parts(
         problems.append(
             Problem(
                 here,
-                f"profile {one.profile} is for {', '.join(profile.platforms)}, not for {wanted.node_platform}",
+                f"profile {one.profile} is for {', '.join(profile.platforms)}, not {wanted.node_platform}",
                 _other_profiles(wanted.node_platform, profile, known),
             )
         )
@@ -398,7 +407,8 @@ def _service(
 ) -> tuple[Service, Fit]:
     """The planned service and its memory arithmetic; what flags and memory have to say is noted."""
     one, engine, profile = part.intent, part.engine, part.profile
-    planned_model = _planned_model(profile.model, part.model, engine.launch.model_is, wanted)
+    root = known.folder.parent
+    planned_model = _planned_model(profile.model, part.model, engine.launch.model_is, wanted, root)
     served = one.served_name or profile.model
     launch = engine.launch
     given: dict[str, Any] = {
@@ -418,7 +428,7 @@ def _service(
     here = f"{where}: service {one.name}"
     _check_flags(here, part, flag_words, environment, problems, findings)
     verdict = _fit(here, part, known, problems, findings)
-    prefix = _environment(engine, part.platform.arch, []).prefix
+    prefix = _environment(engine, part.platform.arch, root, []).prefix
     service = Service(
         name=one.name,
         unit=f"bringup-{one.name}",
@@ -545,6 +555,8 @@ def _check_flags(
     ours = ("HOME", "NO_PROXY", "no_proxy")
     theirs = {name: value for name, value in environment.items() if name not in ours}
     for found in flags.check(table, flag_words, theirs, context):
+        if found.code == "FLAG_UNSAFE" and found.flag == part.engine.launch.host:
+            continue  # the plan is stricter itself: no key, no open address
         place = f"{here}, profile {part.intent.profile}: {found.flag}"
         _note(
             Finding(found.code, found.severity, place, found.what, found.reason, found.instead, found.source),
@@ -589,7 +601,7 @@ def _fit(here: str, part: Parts, known: Catalog, problems: list[Problem], findin
 # --- environments and models ----------------------------------------------------------------------
 
 
-def _environment(engine: Engine, arch: str, findings: list[Finding]) -> PlannedEnvironment:
+def _environment(engine: Engine, arch: str, root: Path, findings: list[Finding]) -> PlannedEnvironment:
     """The engine's environment; its digest covers all that goes into it, so that a change makes a new
     folder."""
     install, name = engine.install, f"{engine.engine}-{engine.version}"
@@ -604,7 +616,7 @@ def _environment(engine: Engine, arch: str, findings: list[Finding]) -> PlannedE
                 instead=f"invoke envs.lock --engine {name}",
             )
         )
-    content = (ROOT / lock).read_text(encoding="utf-8") if lock else " ".join(install.requires)
+    content = read_text(root / lock, lock) if lock else " ".join(install.requires)
     parts = [install.provider, install.python, content, [list(check) for check in install.checks]]
     digest = digest_of(parts)
     return PlannedEnvironment(
@@ -618,11 +630,11 @@ def _environment(engine: Engine, arch: str, findings: list[Finding]) -> PlannedE
     )
 
 
-def _models(part: Parts, wanted: Intent, findings: list[Finding]) -> Iterator[PlannedModel]:
+def _models(part: Parts, wanted: Intent, root: Path, findings: list[Finding]) -> Iterator[PlannedModel]:
     named = [(part.profile.model, part.model)]
     named += [(part.profile.draft or "", part.draft)] if part.draft else []
     for name, model in named:
-        planned = _planned_model(name, model, part.engine.launch.model_is, wanted)
+        planned = _planned_model(name, model, part.engine.launch.model_is, wanted, root)
         if not planned.files:
             findings.append(
                 Finding(
@@ -641,10 +653,10 @@ def _models(part: Parts, wanted: Intent, findings: list[Finding]) -> Iterator[Pl
         yield planned
 
 
-def _planned_model(name: str, model: Model, model_is: str, wanted: Intent) -> PlannedModel:
+def _planned_model(name: str, model: Model, model_is: str, wanted: Intent, root: Path) -> PlannedModel:
     folder = f"{wanted.node_model_folder}/{name}"
-    lock = _lock(model)
-    files = tuple(ModelFile(**file) for file in lock.files) if lock else ()
+    lock = _lock(model, root)
+    files = tuple(ModelFile(file.path, file.size, file.sha256) for file in lock.files) if lock else ()
     entry = f"{folder}/{model.entry}" if model_is == "file" and model.entry else folder
     return PlannedModel(
         name=name,
@@ -658,10 +670,10 @@ def _planned_model(name: str, model: Model, model_is: str, wanted: Intent) -> Pl
     )
 
 
-def _lock(model: Model) -> ModelLock | None:
+def _lock(model: Model, root: Path) -> ModelLock | None:
     if not model.lock:
         return None
-    return build(ModelLock, read_yaml(ROOT / model.lock, model.lock), model.lock)
+    return build(ModelLock, read_yaml(root / model.lock, model.lock), model.lock)
 
 
 def _sources(name: str, model: Model, lock: ModelLock | None, wanted: Intent) -> Iterator[ModelSource]:
