@@ -239,6 +239,11 @@ def _texts(causes: Iterable[Failure]) -> list[str]:
     return list(texts)
 
 
+def runbook_exists(name: str, folder: Path = RUNBOOKS) -> bool:
+    """Whether playbooks/runbooks has it."""
+    return (folder / f"{name}.yml").is_file()
+
+
 def in_range(version: str, wanted: str) -> bool:
     """Whether an engine version such as `0.5.15.post1` satisfies `>=0.5.13,<0.6`."""
     from packaging.specifiers import SpecifierSet
