@@ -32,6 +32,8 @@ class _Loader(_BaseLoader):
 def _mapping(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue  # `<<`: what it brings is overruled by what is written out
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (str, int)) and key in seen:
             raise yaml.constructor.ConstructorError(

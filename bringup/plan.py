@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from bringup import catalog as catalogs
 from bringup import fit, flags, intent, inventory, placement
 from bringup.catalog import Catalog, Engine, Model, Platform, Profile
-from bringup.entries import Entry, build, read_text, read_yaml
+from bringup.entries import build, read_text
 from bringup.errors import Problem, UsageError
 from bringup.intent import Intent, LogWish, ServiceIntent
 from bringup.inventory import Inventory
@@ -49,21 +49,6 @@ LOOPBACK = "127.0.0.1,localhost,::1"
 MIB, HOUR_S = 1024**2, 3600
 
 T = TypeVar("T")
-
-
-class LockedFile(Entry):
-    """One file of a locked model."""
-
-    path: str
-    size: int
-    sha256: str
-
-
-class ModelLock(Entry):
-    """A model's lock: the revision it was made from and every file with its size and SHA-256."""
-
-    revision: str
-    files: tuple[LockedFile, ...]
 
 
 @dataclass(frozen=True)
@@ -655,8 +640,7 @@ def _models(part: Parts, wanted: Intent, root: Path, findings: list[Finding]) ->
 
 def _planned_model(name: str, model: Model, model_is: str, wanted: Intent, root: Path) -> PlannedModel:
     folder = f"{wanted.node_model_folder}/{name}"
-    lock = _lock(model, root)
-    files = tuple(ModelFile(file.path, file.size, file.sha256) for file in lock.files) if lock else ()
+    revision, files = _lock(model, root)
     entry = f"{folder}/{model.entry}" if model_is == "file" and model.entry else folder
     return PlannedModel(
         name=name,
@@ -664,23 +648,26 @@ def _planned_model(name: str, model: Model, model_is: str, wanted: Intent, root:
         entry=entry,
         size=sum(file.size for file in files) or int(model.weights.total_gib * 1024**3),
         files=files,
-        sources=tuple(_sources(name, model, lock, wanted)),
+        sources=tuple(_sources(name, model, revision, wanted)),
         made_by=model.made_by,
         expects=_expects(model),
     )
 
 
-def _lock(model: Model, root: Path) -> ModelLock | None:
+def _lock(model: Model, root: Path) -> tuple[str, tuple[ModelFile, ...]]:
+    """The locked revision and files; nothing of both when the model has no lock."""
     if not model.lock:
-        return None
-    return build(ModelLock, read_yaml(root / model.lock, model.lock), model.lock)
+        return "", ()
+    from bringup import models  # it knows hubs, which most plans need not load
+
+    return models.read_lock(root / model.lock, model.lock)
 
 
-def _sources(name: str, model: Model, lock: ModelLock | None, wanted: Intent) -> Iterator[ModelSource]:
+def _sources(name: str, model: Model, locked: str, wanted: Intent) -> Iterator[ModelSource]:
     """The site's own places first, then the hubs at the pinned revision."""
     if model.made_by:
         return
-    revision = (lock.revision if lock else None) or model.hub.revision or "main"
+    revision = locked or model.hub.revision or "main"
     places = {
         "name": name,
         "repository": model.hub.huggingface or model.hub.modelscope or name,
