@@ -1,0 +1,440 @@
+"""Hands a model on from node to node: each serves what it has verified, the next one follows it.
+
+A node reads from the first of its `upstreams` that lives (the node before it in the chain, then the one
+before that, and so on) and serves every block as soon as its hash is right, long before the file is whole. So
+a chain takes about as long as one copy. The head (no `upstreams`) has the files, or waits for them while it
+serves. Whole files are compared with the lock on arrival, and the folder gets its stamp.
+
+    python relay.py SPEC.json
+    {"model": ..., "listen": [ADDRESS, PORT], "upstreams": [URL, ...], "idle_s": N, "allowed": [ADDRESS, ...]}
+
+Ends with 0 when the folder is ready and nobody has asked for `idle_s` seconds, with 1 when it cannot be had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+if __package__:
+    from . import store
+    from .download import partial_of
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from bringup.node import store
+    from bringup.node.download import partial_of
+
+SMALLEST_BLOCK = 1024 * 1024
+LARGEST_BLOCK = 16 * 1024 * 1024
+BLOCKS_A_MODEL = 1024
+"""About how many blocks a model has: few enough to list, enough that one block a hop is no delay."""
+
+READ_BYTES = 256 * 1024
+AT_ONCE = 4
+"""Files that are on their way at the same time: one connection each."""
+
+STALL_LIMIT_S = 10
+"""Seconds without a byte before we ask whether the node that we follow still lives."""
+
+ALIVE_LIMIT_S = 3
+PATIENCE_S = 300
+"""Seconds without a byte from a node that lives (its own source may be slow) before another one is tried."""
+
+ROUNDS = 5
+"""How often the whole list of upstreams is tried without one new block before we give up."""
+
+PAUSE_S = 0.5
+WATCH_S = 0.2
+HEAD_LIMIT_S = 24 * 3600
+"""How long a head waits for its own files."""
+
+
+class RelayFailed(Exception):
+    """Why the model could not be had from any upstream."""
+
+
+class _Lost(Exception):
+    """This upstream is of no use now."""
+
+
+def block_size(total: int) -> int:
+    """Bytes of a block: a power of two that gives about BLOCKS_A_MODEL blocks, within bounds."""
+    wanted = SMALLEST_BLOCK
+    while wanted < LARGEST_BLOCK and wanted * BLOCKS_A_MODEL < total:
+        wanted *= 2
+    return wanted
+
+
+@dataclass
+class Item:
+    """One file on its way: its blocks' hashes (None: not known yet), and how many bytes are verified."""
+
+    file: store.File
+    target: Path
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    blocks: list[str] | None = None
+    verified: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    @property
+    def whole(self) -> bool:
+        """Is every byte there and right?"""
+        return self.blocks is not None and self.verified == self.file.size
+
+    def tell(self, blocks: list[str] | None = None, verified: int | None = None) -> None:
+        """Notes news and wakes whoever waits for it."""
+        with self.changed:
+            self.blocks = blocks if blocks is not None else self.blocks
+            self.verified = verified if verified is not None else self.verified
+            self.changed.notify_all()
+
+
+class Relay:
+    """The state of one model on one node."""
+
+    def __init__(self, model: store.Model, upstreams: Sequence[str] = (), bytes_s: float = 0) -> None:
+        self.model = model
+        self.upstreams = list(upstreams)
+        self.bytes_s = bytes_s / AT_ONCE
+        self.block = block_size(sum(file.size for file in model.files))
+        self.items = {file.path: Item(file, model.folder / file.path) for file in model.files}
+        self.asked = time.monotonic()
+        self.stop = threading.Event()
+        self.problem = ""
+
+    # --- getting --------------------------------------------------------------------------------------------
+
+    def get_all(self) -> None:
+        """Every file, some at a time, and the stamp. Raises RelayFailed or StoreFailed."""
+        waiting = list(self.items.values())
+        failed: list[BaseException] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not failed:
+                with lock:
+                    item = waiting.pop(0) if waiting else None
+                if item is None:
+                    return
+                try:
+                    self.get(item)
+                except BaseException as error:
+                    failed.append(error)
+
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(AT_ONCE)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if failed:
+            raise failed[0]
+        store.finish(self.model)
+
+    def get(self, item: Item) -> None:
+        """One file: what is there already, from the node before, or (at the head) when it appears."""
+        if not self.upstreams:
+            self._wait_for(item)
+        elif item.target.is_file() and not store.fault(item.target, item.file):
+            self._take_own(item)
+        else:
+            self._follow(item)
+
+    def _wait_for(self, item: Item) -> None:
+        """At the head: a file has its real name only when it is right, so it is hashed then."""
+        end = time.monotonic() + HEAD_LIMIT_S
+        while not (item.target.is_file() and item.target.stat().st_size == item.file.size):
+            if time.monotonic() > end or self.stop.wait(WATCH_S):
+                raise RelayFailed(f"{item.file.path} did not appear within {HEAD_LIMIT_S} s")
+        if fault := store.fault(item.target, item.file):
+            raise RelayFailed(f"{item.file.path} {fault}")
+        self._take_own(item)
+
+    def _take_own(self, item: Item) -> None:
+        item.tell(blocks=blocks_of(item.target, self.block), verified=item.file.size)
+
+    def _follow(self, item: Item) -> None:
+        """From the first node of the list that lives; what was verified stays, whoever it came from."""
+        fruitless = 0
+        why: dict[str, str] = {}
+        while fruitless < ROUNDS:
+            before = item.verified
+            for upstream in self.upstreams:
+                reason = self._stay_with(upstream, item)
+                if not reason:
+                    return
+                why[upstream] = reason
+                if item.verified > before:
+                    # It has died on the way: the list is tried from its top again.
+                    break
+            fruitless = 0 if item.verified > before else fruitless + 1
+            if self.stop.wait(PAUSE_S * fruitless):
+                break
+        reasons = "; ".join(f"{upstream}: {text}" for upstream, text in why.items())
+        raise RelayFailed(f"{item.file.path} could not be had from any node: {reasons}")
+
+    def _stay_with(self, upstream: str, item: Item) -> str:
+        """Reads from one node, through stalls as long as it lives. Returns "" or why it is of no use now."""
+        last = time.monotonic()
+        while True:
+            before = item.verified
+            try:
+                self._read_from(upstream, item)
+                return ""
+            except TimeoutError:
+                last = time.monotonic() if item.verified > before else last
+                if time.monotonic() - last > PATIENCE_S or not alive(upstream):
+                    return f"no byte for {STALL_LIMIT_S} s"
+            except (_Lost, OSError, http.client.HTTPException) as error:
+                return str(error) or type(error).__name__
+
+    def _read_from(self, upstream: str, item: Item) -> None:
+        """The rest of a file from one node. Raises _Lost, TimeoutError, OSError or HTTPException."""
+        parts = urllib.parse.urlsplit(upstream)
+        place = urllib.parse.quote(item.file.path)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STALL_LIMIT_S)
+        try:
+            if item.blocks is None:
+                self._start(item, json.loads(_ask(connection, f"/blocks/{place}", {}).read()))
+            if item.verified < item.file.size:
+                answer = _ask(connection, f"/file/{place}", {"Range": f"bytes={item.verified}-"})
+                self._stream(answer, item)
+        finally:
+            connection.close()
+        self._accept(item)
+
+    def _start(self, item: Item, about: Mapping[str, Any]) -> None:
+        """Takes the list of hashes, and of an earlier attempt's bytes those that fit it."""
+        count = -(-item.file.size // self.block)
+        if about.get("block") != self.block or len(about.get("blocks", ())) != count:
+            raise _Lost("has another list of blocks")
+        blocks = [str(text) for text in about["blocks"]]
+        partial = partial_of(item.target)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        good = 0
+        item.digest = hashlib.sha256()
+        with partial.open("rb+") as file:
+            for wanted in blocks:
+                data = file.read(min(self.block, item.file.size - good))
+                if hashlib.sha256(data).hexdigest() != wanted:
+                    break
+                item.digest.update(data)
+                good += len(data)
+            file.truncate(good)
+        item.tell(blocks=blocks, verified=good)
+
+    def _stream(self, answer: http.client.HTTPResponse, item: Item) -> None:
+        assert item.blocks is not None
+        started, first = time.monotonic(), item.verified
+        with partial_of(item.target).open("ab", buffering=0) as file:
+            while item.verified < item.file.size:
+                data = _exactly(answer, min(self.block, item.file.size - item.verified))
+                if hashlib.sha256(data).hexdigest() != item.blocks[item.verified // self.block]:
+                    raise _Lost("sent a block whose hash is wrong")
+                file.write(data)
+                item.digest.update(data)
+                item.tell(verified=item.verified + len(data))
+                if self.bytes_s:
+                    due = (item.verified - first) / self.bytes_s
+                    time.sleep(max(0.0, due - (time.monotonic() - started)))
+
+    def _accept(self, item: Item) -> None:
+        """The whole file, compared with the lock, gets its name; a wrong one is thrown away."""
+        partial = partial_of(item.target)
+        if item.digest.hexdigest() != item.file.sha256:
+            partial.unlink(missing_ok=True)
+            item.blocks, item.verified = None, 0
+            raise _Lost("its file is not what the lock says (sha256 differs)")
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.chmod(0o644)
+        partial.replace(item.target)
+
+    # --- giving ---------------------------------------------------------------------------------------------
+
+    def opened(self, item: Item) -> Any:
+        """The file as far as it is, under its present name."""
+        try:
+            return partial_of(item.target).open("rb")
+        except FileNotFoundError:
+            return item.target.open("rb")
+
+    def wait(self, item: Item, beyond: int, limit_s: float) -> bool:
+        """Waits until there are verified bytes beyond an offset (or, at -1, the list of blocks)."""
+        with item.changed:
+            return item.changed.wait_for(
+                lambda: (
+                    self.stop.is_set() or (item.blocks is not None and (beyond < 0 or item.verified > beyond))
+                ),
+                limit_s,
+            )
+
+
+def _ask(
+    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]
+) -> http.client.HTTPResponse:
+    """An answer that has something for us. Raises _Lost."""
+    connection.request("GET", path, headers=dict(headers))
+    answer = connection.getresponse()
+    if answer.status not in (200, 206):
+        answer.read()
+        raise _Lost(f"answered {answer.status}")
+    return answer
+
+
+def _exactly(answer: http.client.HTTPResponse, size: int) -> bytearray:
+    """So many bytes of an answer. Raises _Lost when it ends before."""
+    data = bytearray(size)
+    view = memoryview(data)
+    have = 0
+    while have < size:
+        count = answer.readinto(view[have : have + READ_BYTES])
+        if not count:
+            raise _Lost("closed the connection")
+        have += count
+    return data
+
+
+def alive(upstream: str) -> bool:
+    """Does a node's relay answer?"""
+    parts = urllib.parse.urlsplit(upstream)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ALIVE_LIMIT_S)
+    try:
+        connection.request("GET", "/alive")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def blocks_of(path: Path, block: int) -> list[str]:
+    """The sha256 of each block of a file."""
+    found = []
+    buffer = bytearray(block)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            have = count
+            while have < block and (count := file.readinto(view[have:])):
+                have += count
+            found.append(hashlib.sha256(view[:have]).hexdigest())
+    return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    """/alive, /blocks/PATH (the hashes, when they are known), /file/PATH (with Range, as it comes)."""
+
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def relay(self) -> Relay:
+        """The state that is served."""
+        return self.server.relay  # type: ignore[attr-defined, no-any-return]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet: a block a line would be a log of its own."""
+
+    def do_GET(self) -> None:
+        """Answers one request."""
+        allowed: frozenset[str] = self.server.allowed  # type: ignore[attr-defined]
+        if allowed and self.client_address[0] not in allowed:
+            self._plain(403, b"")
+            return
+        kind, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
+        item = self.relay.items.get(name)
+        if kind == "alive":
+            self._plain(200, b"{}")
+        elif item is None or kind not in ("blocks", "file"):
+            self._plain(404, b"")
+        else:
+            self.relay.asked = time.monotonic()
+            self._blocks(item) if kind == "blocks" else self._file(item)
+
+    def _plain(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _blocks(self, item: Item) -> None:
+        if not self.relay.wait(item, -1, PATIENCE_S) or item.blocks is None:
+            self._plain(503, b"")
+            return
+        self._plain(200, json.dumps({"block": self.relay.block, "blocks": item.blocks}).encode())
+
+    def _file(self, item: Item) -> None:
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))
+        start = int(match.group(1)) if match else 0
+        if start >= item.file.size and item.file.size:
+            self._plain(416, b"")
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(item.file.size - start))
+        self.end_headers()
+        self.close_connection = True
+        at = start
+        self.connection.settimeout(PATIENCE_S)
+        if not self.relay.wait(item, at, PATIENCE_S):
+            return
+        with self.relay.opened(item) as file:
+            while at < item.file.size and self.relay.wait(item, at, PATIENCE_S):
+                count = item.verified - at
+                if count <= 0:
+                    return
+                self.connection.sendfile(file, at, count)
+                at += count
+                self.relay.asked = time.monotonic()
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one relay; `allowed` are the addresses that may ask (empty: all)."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], relay: Relay, allowed: Sequence[str] = ()) -> None:
+        super().__init__(address, Handler)
+        self.relay = relay
+        self.allowed = frozenset(allowed)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A follower that goes away is its own affair."""
+
+
+def run(spec: Mapping[str, Any]) -> int:
+    """Gets, serves, and ends when nobody needs us any more. Returns the exit code."""
+    model = store.Model.of(spec["model"])
+    relay = Relay(model, spec.get("upstreams", ()), float(spec.get("bytes_s", 0)))
+    address, port = spec["listen"]
+    server = Server((address, int(port)), relay, spec.get("allowed", ()))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
+    try:
+        relay.get_all()
+        relay.asked = time.monotonic()
+        while time.monotonic() - relay.asked < float(spec["idle_s"]):
+            time.sleep(WATCH_S)
+        return 0
+    except (RelayFailed, store.StoreFailed, OSError) as error:
+        print(f"relay: {error}", file=sys.stderr)
+        return 1
+    finally:
+        relay.stop.set()
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
