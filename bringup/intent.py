@@ -90,6 +90,7 @@ class Intent(Entry):
     node_log_rotation: LogWish = LogWish()
     node_quiet_hours: RestartWish = RestartWish()
     node_sysctl: bool = True
+    node_settings: dict[str, Word | None] = {}
 
 
 def of_variables(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,6 +66,12 @@ def installed() -> dict[str, str]:
         if status[1:2] == "i":
             found[name] = version
     return found
+
+
+def meaning(text: str) -> str:
+    """What a kernel file says: the chosen word of `always [madvise] never`, else the text."""
+    chosen = re.search(r"\[([^\]]+)\]", text)
+    return chosen.group(1) if chosen else " ".join(text.split())
 
 
 class Journal:
@@ -253,6 +260,9 @@ class Journal:
 
     def _values_back(self, done: list[str], failed: list[str], check: bool) -> None:
         for text, before in self.data["values"].items():
+            with suppress(OSError):
+                if meaning(Path(text).read_text(encoding="utf-8", errors="replace")) == before:
+                    continue
             done.append(f"write {before} to {text}")
             try:
                 if not check:

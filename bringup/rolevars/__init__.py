@@ -13,6 +13,7 @@ from bringup.planned import HostPlan, Plan
 
 ROLES = (
     "preflight",
+    "system_settings",
     "engine_env",
     "model_store",
     "log_rotation",
