@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -348,18 +349,22 @@ def command_line(pid: int) -> str:
     return b" ".join(words).decode(errors="replace")[:120] or "?"
 
 
+def open_files(pid: int) -> set[str]:
+    """What a process has open, as the kernel names it (`/path`, `socket:[123]`); empty when it may not be seen."""
+    found: set[str] = set()
+    try:
+        for entry in (Path("/proc") / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                found.add(str(entry.readlink()))
+    except OSError:
+        return found
+    return found
+
+
 def holders(inodes: Iterable[int]) -> list[int]:
     """Processes that have one of these socket inodes open (those that this user may look into)."""
     wanted = {f"socket:[{inode}]" for inode in inodes}
-    found: list[int] = []
-    for pid in processes() if wanted else []:
-        try:
-            links = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}  # noqa: PTH115
-        except OSError:
-            continue
-        if links & wanted:
-            found.append(pid)
-    return found
+    return [pid for pid in processes() if open_files(pid) & wanted] if wanted else []
 
 
 def unit_of(pid: int) -> str:

@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bringup.node import common
 from bringup.node.common import Answer, NoAnswer, Refusal, say
@@ -40,6 +40,7 @@ MARKER_WAIT_S = 5.0
 
 LOG_POLL_S = 0.05
 """A line of a log file is seen up to this much after it was written."""
+READ_BYTES = 1 << 16
 ANSWER_CHARACTERS = 200
 LAST_LINES = 3
 LINE_CHARACTERS = 300
@@ -159,39 +160,49 @@ def warm_up(service: Mapping[str, Any], until: float, key: str | None) -> int:
     return sent
 
 
-def lines_of(path: Path, mark: Mapping[str, int]) -> Iterable[str | None]:
+def lines_of(path: Path, mark: Mapping[str, int]) -> Iterator[str | None]:
     """Lines that a rotated log file gets after `mark`, for ever; None whenever there is nothing new.
 
     `path` may be a link that is swung to a new file, or a file that is renamed: the old one is read to its
     end first.
     """
     file, rest = None, b""
-    while True:
-        if file is None:
-            try:
-                file = path.open("rb")
-            except OSError:
+    try:
+        while True:
+            if file is None:
+                file = _opened(path, mark)
+            chunk = file.read(READ_BYTES) if file else b""
+            if not chunk and file and _moved(path, file):
+                # What was written between the last look and the rotation.
+                chunk = file.read(READ_BYTES)
+                if not chunk:
+                    file.close()
+                    file = None
+                    continue
+            if not chunk:
                 yield None
-                continue
-            if os.fstat(file.fileno()).st_ino == mark.get("inode"):
-                file.seek(mark.get("offset", 0))
-        chunk = file.read(1 << 16)
-        if chunk:
             *whole, rest = (rest + chunk).split(b"\n")
             yield from (line.decode(errors="replace") for line in whole)
-            continue
-        try:
-            moved = path.stat().st_ino != os.fstat(file.fileno()).st_ino
-        except OSError:
-            moved = False
-        if moved and not (late := file.read(1 << 16)):
+    finally:
+        if file:
             file.close()
-            file = None
-        elif moved:
-            *whole, rest = (rest + late).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-        else:
-            yield None
+
+
+def _opened(path: Path, mark: Mapping[str, int]) -> BinaryIO | None:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return None
+    if os.fstat(file.fileno()).st_ino == mark.get("inode"):
+        file.seek(mark.get("offset", 0))
+    return file
+
+
+def _moved(path: Path, file: BinaryIO) -> bool:
+    try:
+        return path.stat().st_ino != os.fstat(file.fileno()).st_ino
+    except OSError:
+        return False
 
 
 def follow_file(path: Path, mark: Mapping[str, int], phases: Phases, stop: threading.Event) -> None:

@@ -172,7 +172,7 @@ class Node:
         return None
 
 
-def allowed(settings: Mapping[str, Any]) -> set[str]:
+def allowed(settings: Mapping[str, Any]) -> frozenset[str]:
     """Addresses that may call: those of all peers, as far as they are addresses (names are not asked for)."""
     found = {"127.0.0.1", "::1"}
     for service in settings["groups"].values():
@@ -180,16 +180,16 @@ def allowed(settings: Mapping[str, Any]) -> set[str]:
             try:
                 found.add(str(ipaddress.ip_address(address)))
             except ValueError:
-                return set()
-    return found
+                return frozenset()
+    return frozenset(found)
 
 
 class Handler(BaseHTTPRequestHandler):
     """HTTP in front of a Node; small bodies, few calls, peers only."""
 
     node: Node
-    rate = Rate(CALLS_A_SECOND)
-    allowed: set[str] = set()
+    rate: Rate
+    allowed: frozenset[str] = frozenset()
     timeout = REQUEST_LIMIT_S
     protocol_version = "HTTP/1.0"
     server_version, sys_version = "bringup-lease", ""
@@ -239,8 +239,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Refusals and grants to the journal; looks at the state are not worth a line."""
-        if getattr(self, "command", None) == "POST":
+        """What was granted and given back to the journal; a node that waits asks too often for a line each."""
+        if getattr(self, "command", None) == "POST" and str(HTTPStatus.OK.value) in map(str, arguments):
             say(f"{self.client_address[0]} {format % arguments}")
 
 
@@ -273,7 +273,9 @@ def serve(settings: Mapping[str, Any], file: Path) -> Server:
     address = str(settings["bind"])
     kind = type("BoundServer", (Server,), {"address_family": 10 if ":" in address else 2})
     handler = type(
-        "BoundHandler", (Handler,), {"node": Node(settings, Leases(file)), "allowed": allowed(settings)}
+        "BoundHandler",
+        (Handler,),
+        {"node": Node(settings, Leases(file)), "allowed": allowed(settings), "rate": Rate(CALLS_A_SECOND)},
     )
     made: Server = kind((address, int(settings["port"])), handler)
     return made

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,14 +122,11 @@ def used_shm() -> set[str]:
     """Names in shared memory that some process has mapped or open (as that process sees them)."""
     used: set[str] = set()
     for pid in common.processes():
-        base = Path("/proc") / str(pid)
-        try:
-            maps = (base / "maps").read_text(encoding="utf-8", errors="replace")
+        with suppress(OSError):
+            maps = (Path("/proc") / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
             used.update(row.partition(f"{SHM}/")[2] for row in maps.splitlines() if f"{SHM}/" in row)
-            links = (os.readlink(entry.path) for entry in os.scandir(base / "fd"))  # noqa: PTH115
-            used.update(link.partition(f"{SHM}/")[2] for link in links if link.startswith(f"{SHM}/"))
-        except OSError:
-            continue
+            opened = common.open_files(pid)
+            used.update(name.partition(f"{SHM}/")[2] for name in opened if name.startswith(f"{SHM}/"))
     return used
 
 

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,9 @@ class Lease:
                 break
         return votes
 
-    def release(self) -> None:
-        """Give back every grant, as far as the nodes answer; the rest runs out by itself."""
-        for node in sorted(self.peers):
+    def release(self, nodes: Iterable[str] | None = None) -> None:
+        """Give back the grants of these nodes (None: of all), as far as they answer; the rest runs out by itself."""
+        for node in sorted(self.peers if nodes is None else nodes):
             body = {"group": self.group, "holder": self.name, "token": self.token}
             try:
                 call(self.peers[node], self.port, "/v1/release", body)
@@ -134,7 +134,7 @@ class Lease:
                 for vote in silent:
                     say(f"{vote.node} does not answer ({vote.why}); going on without it")
                 return
-            self.release()
+            self.release(vote.node for vote in votes if vote.granted is not False)
             over = time.monotonic() >= (until if no else unanswered_until)
             if no:
                 text = f"{no.node} says no: {no.why}"

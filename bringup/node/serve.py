@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,10 @@ def open_by(path: Path) -> list[int]:
     """Processes that have `path` open or mapped."""
     found = []
     for pid in common.processes():
-        base = Path("/proc") / str(pid)
-        try:
-            opened = any(os.readlink(entry.path) == str(path) for entry in os.scandir(base / "fd"))  # noqa: PTH115
-            if opened or str(path) in (base / "maps").read_text(encoding="utf-8", errors="replace"):
+        with suppress(OSError):
+            maps = (Path("/proc") / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+            if str(path) in common.open_files(pid) or str(path) in maps:
                 found.append(pid)
-        except OSError:
-            continue
     return found
 
 
