@@ -61,11 +61,10 @@ def by_ansible(folder: Path) -> dict[str, dict[str, Any]]:
     command = [str(program), "-i", str(folder / "hosts.yml"), "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)["_meta"]["hostvars"]
-    ours = {
+    return {
         host: {name: value for name, value in row.items() if name != "ansible_local"}
         for host, row in found.items()
     }
-    return ours
 
 
 def test_every_host_has_the_variables_that_ansible_gives_it(tmp_path: Path) -> None:
