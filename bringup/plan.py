@@ -80,7 +80,13 @@ class Parts:
 def load(name_or_path: str) -> Plan:
     """The plan of an inventory, by name or folder. Raises UsageError with every problem of intent and
     catalog."""
-    return resolve(inventory.read(name_or_path), catalogs.lazy())
+    wanted = inventory.read(name_or_path)
+    found = resolve(wanted, catalogs.lazy())
+    if (wanted.folder / "twins.json").is_file():
+        from bringup import twins
+
+        return twins.worn(wanted.folder, found)
+    return found
 
 
 def resolve(wanted: Inventory, known: Catalog) -> Plan:

@@ -1,0 +1,187 @@
+"""Puts recorded hardware on a container: at its boot (`init`), and when the controller changed it (`refresh`).
+
+`init` runs before systemd, as the container's first process; it must not fail for long, and never ask for
+anything that a container without privileges has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.lab.twin.node import state, tools, trees
+
+GIVEN = Path("/etc/twin/hardware.json")
+"""Where the controller's file is bound, read-only."""
+
+BASE = Path("/run/twin/root")
+STANDIN = "/usr/lib/twin/tests/lab/twin/node/standin"
+LOCAL = {
+    "/usr/local/sbin": ("modprobe", "rmmod", "lsmod", "modinfo", "dkms", "twin-refresh", "twin-state", "hold-dpkg-lock"),
+    "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build"),
+}
+"""Programs that stand before the distribution's own in every PATH. nvidia-smi and the daemons come with packages."""
+
+MOTD = "This is a twin of {host} ({platform}): a container that wears recorded hardware. No GPU is here.\n"
+STEP_LIMIT_S = 120
+UNITS = ("nvidia-persistenced", "nvidia-fabricmanager")
+
+
+def init() -> int:
+    """At boot: what the last boot had loaded is gone, changes that wait for a boot come true."""
+    worn = state.read_json(GIVEN)
+    if not worn:
+        return tools.fail("twin: there is no /etc/twin/hardware.json")
+    if state.at("/var/lib/twin/booted").exists():
+        apply_next_boot(worn)
+    state.write_json(state.at("/var/lib/twin/hardware.json"), worn)
+    state.save_kernel({"module": None, "settings": {}})
+    for path in ("/var/lib/twin/kernel.log", tools.FABRIC, tools.PERSISTENCE):
+        state.at(path).unlink(missing_ok=True)
+    install_programs(worn)
+    trees.write(worn, state.kernel(), BASE)
+    mount()
+    tools.load_nvidia()
+    tools.refresh()
+    state.at("/var/lib/twin/booted").touch()
+    return 0
+
+
+def apply_next_boot(worn: dict[str, Any]) -> None:
+    """Changes that a fault holds back until the machine boots again."""
+    for dotted, value in worn.get("next_boot", {}).items():
+        state.set_at(worn, dotted, value)
+
+
+def refresh() -> int:
+    """The controller wrote new hardware: show it, and start or stop what depends on it."""
+    worn = state.read_json(GIVEN)
+    before = state.hardware()
+    state.write_json(state.at("/var/lib/twin/hardware.json"), worn)
+    kernel = state.kernel()
+    module = tools.built()
+    if kernel["module"] and (worn.get("nouveau") or worn.get("driver_unloaded") or not module):
+        kernel["module"] = None
+    elif kernel["module"]:
+        kernel["module"]["version"] = worn.get("loaded_version") or module["version"]
+        kernel["module"]["open"] = bool(module.get("open")) and not worn.get("loaded_closed")
+    state.save_kernel(kernel)
+    if not worn.get("driver_unloaded"):
+        tools.load_nvidia()
+    tools.refresh()
+    modules_folder(worn)
+    if worn.get("fabric_state_lost"):
+        state.at(tools.FABRIC).unlink(missing_ok=True)
+    settle_units(worn, before)
+    return 0
+
+
+def settle_units(worn: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restarts the daemons that a change concerns; one that the hardware says is stopped stays stopped."""
+    stopped = worn.get("stopped_units", [])
+    was_stopped = before.get("stopped_units", [])
+    faults = ("fabric_manager_version", "fabric_manager_fails", "loaded_version", "nouveau", "driver_unloaded")
+    concerned = any(worn.get(name) != before.get(name) for name in faults)
+    for unit in UNITS:
+        if not Path(f"/etc/systemd/system/{unit}.service").exists() and not Path(f"/lib/systemd/system/{unit}.service").exists():
+            continue
+        if unit in stopped:
+            systemctl("stop", unit)
+        elif unit in was_stopped or concerned or not _active(unit):
+            systemctl("reset-failed", unit)
+            systemctl("restart", unit)
+
+
+def _active(unit: str) -> bool:
+    return systemctl("is-active", "--quiet", unit) == 0
+
+
+def systemctl(*words: str) -> int:
+    """Exit code of systemctl; its output is nobody's business here."""
+    return subprocess.run(
+        ["systemctl", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=STEP_LIMIT_S, check=False
+    ).returncode
+
+
+def install_programs(worn: dict[str, Any]) -> None:
+    """Links that lead to the stand-ins, and what a login says."""
+    for folder, names in LOCAL.items():
+        for name in names:
+            link = Path(folder, name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(STANDIN)
+    text = MOTD.format(host=worn["host"], platform=worn["platform"])
+    Path("/etc/motd").write_text(text, encoding="utf-8")
+    Path("/etc/issue.net").write_text(text, encoding="utf-8")
+    Path("/etc/profile.d/twin.sh").write_text("[ -t 1 ] && cat /etc/motd\n", encoding="utf-8")
+    modules_folder(worn)
+    sources = Path("/etc/apt/sources.list.d/twin.list")
+    if not sources.exists():
+        sources.write_text("deb [trusted=yes] file:/opt/twin/archive ./\n", encoding="utf-8")
+
+
+def modules_folder(worn: dict[str, Any]) -> None:
+    """/lib/modules/<release>: with headers, unless the recorded machine has none."""
+    folder = Path("/lib/modules", state.kernel_release())
+    headers = folder / "build"
+    folder.mkdir(parents=True, exist_ok=True)
+    if worn.get("no_headers"):
+        if headers.is_dir():
+            headers.rmdir()
+    else:
+        headers.mkdir(exist_ok=True)
+    for release in worn.get("other_kernels", []):
+        Path("/lib/modules", release).mkdir(parents=True, exist_ok=True)
+
+
+def mount() -> None:
+    """Binds each tree over the machine's own."""
+    machine = BASE / "machine-modules"
+    machine.mkdir(parents=True, exist_ok=True)
+    bind("/sys/module", str(machine))
+    for path in trees.MOUNTS:
+        source = BASE / path.lstrip("/")
+        if source.exists() and Path(path).exists():
+            bind(str(source), path)
+
+
+def bind(source: str, target: str) -> None:
+    """`mount --bind`; a container's boot must go on when it fails, so it is only said."""
+    done = subprocess.run(["mount", "--bind", source, target], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        print(f"twin: {target}: {done.stderr.strip()}", file=sys.stderr)
+
+
+def born(words: Sequence[str]) -> int:
+    """Once, after the first boot: installs the driver that the recorded machine had."""
+    worn = state.hardware()
+    mark = Path("/var/lib/twin/born")
+    driver = worn.get("driver") or {}
+    if mark.exists():
+        return 0
+    if driver.get("packages"):
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=60"]
+        update = ["-o", "Dir::Etc::sourcelist=sources.list.d/twin.list", "-o", "Dir::Etc::sourceparts=-"]
+        for argv in (
+            [*apt, *update, "-o", "APT::Get::List-Cleanup=0", "-qq", "update"],
+            [*apt, "-qq", "-y", "--no-install-recommends", "install", *driver["packages"]],
+        ):
+            done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=False)
+            if done.returncode:
+                return tools.fail(f"twin: {' '.join(argv)}: {done.stdout}{done.stderr}")
+        problem = tools.load_nvidia()
+        if problem:
+            return tools.fail(f"twin: {problem}")
+        for unit in UNITS:
+            if Path(f"/lib/systemd/system/{unit}.service").exists():
+                systemctl("enable", unit)
+                systemctl("restart", unit)
+    mark.write_text(json.dumps(driver), encoding="utf-8")
+    return 0
