@@ -601,6 +601,10 @@ class Catalog:
         """A profile with what it inherits already in it."""
         return self._entry("profiles", name, Profile)
 
+    def entry(self, kind: str, name: str) -> Entry:
+        """An entry of a kind of KINDS. Raises UsageError when it is unknown or its file is wrong."""
+        return self._entry(kind, name, MODELS[kind])
+
     def _entry(self, kind: str, name: str, model: type[EntryT]) -> EntryT:
         found = self._read.get((kind, name))
         if found is None:
@@ -646,7 +650,7 @@ class Catalog:
         for kind in KINDS:
             for name in self.names(kind):
                 try:
-                    self._entry(kind, name, MODELS[kind])
+                    self.entry(kind, name)
                 except UsageError as error:
                     problems += error.problems
         return [*dict.fromkeys(problems), *self._cross_checks()]
@@ -736,7 +740,7 @@ class Catalog:
             problems.append(Problem(where, *unknown(kind[:-1], name, near(name, self.names(kind)))))
             return None
         try:
-            return self._entry(kind, name, MODELS[kind])
+            return self.entry(kind, name)
         except UsageError:
             return None
 

@@ -72,7 +72,8 @@ def _host_record(host: HostPlan) -> dict[str, Any]:
 def _service_record(service: Service) -> dict[str, Any]:
     whole = asdict(service)
     kept = {key: whole[key] for key in (*RECORDED, *MORE_RECORDED)}
-    plain: dict[str, Any] = _plain({**kept, "argv": shlex.join(service.argv)})
+    gpus = ", ".join(map(str, service.gpus))
+    plain: dict[str, Any] = _plain({**kept, "argv": by_flag(service.argv), "gpus": gpus})
     return plain
 
 
@@ -161,14 +162,19 @@ def _facts(service: Service) -> Iterator[str]:
     yield f"log cut at {logs.size_bytes // 1024**2} MiB or {logs.age_s // 3600} h, {logs.keep} kept"
 
 
-def wrapped(argv: Sequence[str]) -> list[str]:
-    """A command line for reading: one flag a line with its values, a backslash at each line's end."""
+def by_flag(argv: Sequence[str]) -> list[str]:
+    """A command line, quoted for a shell: the program, then each flag with its values."""
     lines: list[list[str]] = [[]]
     for word in argv:
         if word.startswith("--"):
             lines.append([])
         lines[-1].append(shlex.quote(word))
-    texts = [" ".join(words) for words in lines if words]
+    return [" ".join(words) for words in lines if words]
+
+
+def wrapped(argv: Sequence[str]) -> list[str]:
+    """A command line for reading: one flag a line, a backslash at each line's end."""
+    texts = by_flag(argv)
     folded = [text + (" \\" if at < len(texts) - 1 else "") for at, text in enumerate(texts)]
     return [f"  {text}" if at else text for at, text in enumerate(folded)]
 

@@ -1,4 +1,4 @@
-"""Writes down what each inventory resolves to: `python tests/content/renew_plans.py`. The diff is the change."""
+"""Writes down what each inventory resolves to; run as a program. The diff is the change on the nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT))
 from bringup import inventory, plan, preview  # noqa: E402 (the checkout must be on the path first)
 
 FOLDER = ROOT / "tests" / "plans"
-HEAD = "# What the inventory resolves to; written by tests/content/renew_plans.py. Its diff is the change on the nodes.\n"
+HEAD = (
+    "# What the inventory resolves to; written by tests/content/renew_plans.py. Its diff is what changes.\n"
+)
 COLUMNS = 110
 
 

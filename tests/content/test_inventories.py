@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from bringup import ROOT, inventory, plan, preview, rolevars
-
-sys.path.insert(0, str(Path(__file__).parent))
-import renew_plans
+from tests.content import renew_plans
 
 NAMES = inventory.known()
 FILES = {"hosts.yml", "plan.node", "group_vars"}
@@ -82,7 +80,7 @@ def test_no_service_is_open_without_a_key_and_no_argument_is_a_secret(name: str)
 
 @each
 def test_a_plan_takes_less_than_its_limit(name: str) -> None:
-    """CPU seconds of a new Python that loads and shows it: a quiet machine's need, whatever else runs here."""
+    """CPU seconds of a new Python that loads and shows it: whatever else runs on this machine."""
     lines = (
         "import resource, sys",
         "from bringup import plan, preview, report",
