@@ -103,6 +103,24 @@ def preflight(c: Context, inventory: str, limit: str | None = None, json: bool =
     _end(record.exit_code or 0)
 
 
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "units": "with the text of each unit",
+        "json": JSON,
+    }
+)
+def plan(
+    c: Context, inventory: str, limit: str | None = None, units: bool = False, json: bool = False
+) -> None:
+    """Show offline what will run on each host: command line, memory arithmetic, findings."""
+    from bringup import plan as plans
+    from bringup import report
+
+    report.show_plan(plans.load(inventory), limit, units=units, as_json=json)
+
+
 # ---------------------------------------------------------------- the servers
 
 
@@ -437,6 +455,65 @@ def failures_add(
     report.show_written(failures.add(cause, list(line), answers), as_json=json)
 
 
+@task(name="docs", positional=[], help={"json": JSON})
+def failures_docs(c: Context, json: bool = False) -> None:
+    """Write the page of all known failures from the catalog."""
+    from bringup import failuredocs, report
+
+    report.show_written(failuredocs.write(), as_json=json)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@task(
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "service": "only this service",
+        "suite": "a suite of catalog/suites",
+        "against": "compare with: profile (its own measurement), an earlier bench run, or a result.json",
+        "json": JSON,
+    }
+)
+def bench(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    suite: str = "smoke",
+    against: str | None = None,
+    json: bool = False,
+) -> None:
+    """Measure servers under a suite of loads and judge against a measurement (exit 4: worse)."""
+    from bringup import measuring, report
+
+    record, result, compared = measuring.run(
+        inventory, suite, limit=limit, service=service, against=against, say=report.say
+    )
+    _end(report.show_bench(record, result, compared, as_json=json))
+
+
+@task(
+    positional=["inventory"],
+    help={
+        "inventory": INVENTORY,
+        "limit": "the one host on which settings are tried",
+        "service": "which service, when the host has more than one",
+        "yes": YES,
+        "json": JSON,
+    },
+)
+def tune(
+    c: Context, inventory: str, limit: str, service: str | None = None, yes: bool = False, json: bool = False
+) -> None:
+    """Try a profile's tuning settings on one server, pick one by measurement, and put the server back."""
+    from bringup import report, tuning
+
+    tuned = tuning.run(inventory, limit, service=service, yes=yes, say=report.say)
+    report.show_tuned(tuned, as_json=json)
+
+
 # ---------------------------------------------------------------- flags
 
 
@@ -599,6 +676,7 @@ ns = Collection(
     provision,
     check,
     preflight,
+    plan,
     status,
     logs,
     ask,
@@ -609,10 +687,12 @@ ns = Collection(
     runbooks,
     run,
     diagnose,
+    bench,
+    tune,
     lint,
     check_all,
 )
-ns.add_collection(_collection("failures", failures_add))
+ns.add_collection(_collection("failures", failures_add, failures_docs))
 ns.add_collection(_collection("flags", flags_check, flags_table))
 ns.add_collection(_collection("history", history_list, history_show, history_diff))
 ns.add_collection(_collection("lab", up, down, lab_ssh))

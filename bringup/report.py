@@ -21,9 +21,12 @@ from bringup.runs import RunRecord
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bringup.benching import Against, BenchResult
     from bringup.diagnose import Diagnosis
     from bringup.lab import Node
+    from bringup.planned import Plan
     from bringup.runbooks import Runbook
+    from bringup.tuning import Tuned
 
 SCHEMA_VERSION = 1
 WIDTH_OF_FILES = 240
@@ -416,6 +419,70 @@ def show_runbooks(books: Sequence[Runbook], *, as_json: bool = False) -> None:
         return
     rows = [(book.name, "yes" if book.disruptive else "no", book.duration, book.when) for book in books]
     table(console(), ("runbook", "disrupts", "takes", "when"), rows)
+
+
+def say(text: str) -> None:
+    """A line for the operator, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show_plan(plan: Plan, limit: str | None, *, units: bool = False, as_json: bool = False) -> None:
+    """The plan of all hosts, or of those that `limit` picks."""
+    import dataclasses
+
+    from bringup import fleet, preview
+
+    names = fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
+    shown = dataclasses.replace(plan, hosts=tuple(host for host in plan.hosts if host.name in names))
+    if as_json:
+        print_json(preview.as_json(shown))
+    else:
+        preview.show(shown, console(), units=units)
+
+
+def show_bench(
+    record: RunRecord, result: BenchResult, compared: Against | None, *, as_json: bool = False
+) -> Exit:
+    """The measured loads and the verdict; FAILED when it is worse than what it is compared with."""
+    from bringup import benching
+
+    if as_json:
+        verdict = {"verdict": compared.verdict} if compared else {}
+        print_json({**result.as_json(), "run": record.id, **verdict})
+    else:
+        out = console()
+        for one in benching.tables(result):
+            out.print(one)
+        if compared is not None:
+            out.print(benching.verdict_table(compared))
+        out.print(f"Page: runs/{record.id}/report.html")
+    return Exit(record.exit_code if record.exit_code is not None else Exit.INTERNAL)
+
+
+def show_tuned(tuned: Tuned, *, as_json: bool = False) -> None:
+    """What was tried, what was picked and why, and the profile to add to the catalog."""
+    from bringup import tuning
+
+    if as_json:
+        print_json(tuning.as_json(tuned))
+        return
+    out = console()
+    rows = [
+        (
+            one.name or "as it is",
+            one.failed or ", ".join(f"{k}: {v.median:.1f}" for k, v in one.loads.items()),
+        )
+        for one in tuned.measured.values()
+    ]
+    table(out, ("setting", "tok/s by load, or why not"), rows)
+    for name, why in tuned.decision.rejected.items():
+        out.print(f"Rejected {name}: {why}", markup=False)
+    out.print(f"Picked {tuned.decision.picked or 'nothing'}: {tuned.decision.reason}", markup=False)
+    if tuned.profile is not None:
+        import yaml
+
+        out.print("A profile for catalog/profiles/:")
+        print(yaml.safe_dump(dict(tuned.profile), sort_keys=False, allow_unicode=True), end="")
 
 
 def show_written(path: Path, *, as_json: bool = False) -> None:
