@@ -84,7 +84,8 @@ GPU_DEVICES = (
 """Device classes that an engine on GPUs needs (names in /proc/devices); ones that a node lacks do no harm."""
 
 _CALENDAR_WORDS = frozenset(
-    "minutely hourly daily weekly monthly yearly annually quarterly semiannually mon tue wed thu fri sat sun".split()
+    "minutely hourly daily weekly monthly yearly annually quarterly semiannually "
+    "mon tue wed thu fri sat sun".split()  # noqa: SIM905 (sixteen quoted words are no better)
 )
 _PLAIN = re.compile(r"^[A-Za-z0-9_@+=:,./-]+$")
 
@@ -185,8 +186,9 @@ def unit_text(service: Service, host: HostPlan) -> str:
     """The server's own unit. It is active only after a real token (`gate.py` is a part of its start)."""
     key = f"{service.api_key.how}:{service.api_key.name}" if service.api_key else None
     serve = [*program("serve"), *(["--key", key] if key else []), "--", *service.argv]
+    what = f"{service.served_name} ({service.engine} {service.engine_version}, {service.profile})"
     unit = [
-        f"Description={value(f'{service.served_name} ({service.engine} {service.engine_version}, {service.profile})')}",
+        f"Description={value(what)}",
         "Wants=network-online.target",
         "After=network-online.target nvidia-persistenced.service nvidia-fabricmanager.service",
         *_log_needs(service),
@@ -391,7 +393,7 @@ def lease_unit_text() -> str:
     ]
     run = [
         "Type=exec",
-        # A user of its own rather than DynamicUser: the bus does not know dynamic users where libnss-systemd is missing.
+        # A user of its own: the bus does not know those of DynamicUser= where libnss-systemd is missing.
         f"User={LEASE_USER}",
         f"Group={LEASE_USER}",
         "StateDirectory=bringup-lease",

@@ -24,6 +24,7 @@ from typing import Any
 SERVICES = Path("/etc/bringup/services")
 STARTS = Path("/var/lib/bringup/starts")
 RUN = Path("/run/bringup")
+PROC = Path("/proc")
 RESPONSE_BYTES = 8 * 1024 * 1024
 COMMAND_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -167,7 +168,7 @@ def request(
     except ConnectionRefusedError:
         raise NoAnswer(f"{method} {path}: nothing listens on port {service['port']}") from None
     except (OSError, http.client.HTTPException) as error:
-        raise NoAnswer(f"{method} {path}: {error or type(error).__name__}") from None
+        raise NoAnswer(f"{method} {path}: {str(error) or type(error).__name__}") from None
     finally:
         connection.close()
 
@@ -337,23 +338,25 @@ def in_flight(
 
 def processes() -> list[int]:
     """All process ids of this node."""
-    return sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
 
 
 def command_line(pid: int) -> str:
     """The command of a process, cut to 120 characters; `?` when it is gone or hidden."""
     try:
-        words = (Path("/proc") / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        words = (PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return "?"
     return b" ".join(words).decode(errors="replace")[:120] or "?"
 
 
 def open_files(pid: int) -> set[str]:
-    """What a process has open, as the kernel names it (`/path`, `socket:[123]`); empty when it may not be seen."""
+    """What a process has open, as the kernel names it (`/path`, `socket:[123]`); empty when it may not be
+    seen.
+    """
     found: set[str] = set()
     try:
-        for entry in (Path("/proc") / str(pid) / "fd").iterdir():
+        for entry in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
                 found.add(str(entry.readlink()))
     except OSError:
@@ -370,7 +373,7 @@ def holders(inodes: Iterable[int]) -> list[int]:
 def unit_of(pid: int) -> str:
     """The systemd unit whose control group a process lies in; empty: none."""
     try:
-        text = (Path("/proc") / str(pid) / "cgroup").read_text(encoding="utf-8")
+        text = (PROC / str(pid) / "cgroup").read_text(encoding="utf-8")
     except OSError:
         return ""
     found: list[str] = re.findall(r"([^/\n]+\.(?:service|scope))(?=/|\n|$)", text)

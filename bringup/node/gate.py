@@ -288,7 +288,8 @@ def ask(service: Mapping[str, Any], name: str, key: str | None, pid: int) -> dic
     steps: dict[str, dict[str, Any]] = {}
     until = time.monotonic() + 2 * float(service["start_timeout_s"]) + CHILD_MARGIN_S
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **who) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         child.stdin.write(f"{key or ''}\n")
         child.stdin.close()
         reader = threading.Thread(target=_collect, args=(child.stdout, steps), daemon=True)
@@ -306,9 +307,8 @@ def ask(service: Mapping[str, Any], name: str, key: str | None, pid: int) -> dic
         if not alive(pid):
             raise EngineGone("the engine's process ended while it started")
         what = "the warm-up failed" if "first token" in steps else "no real token"
-        raise NoAnswer(
-            f"{what} within {service['start_timeout_s']} s: {steps.get('failed', {}).get('why', 'the asking process ended')}"
-        )
+        why = steps.get("failed", {}).get("why", "the asking process ended")
+        raise NoAnswer(f"{what} within {service['start_timeout_s']} s: {why}")
     return steps
 
 
@@ -399,9 +399,8 @@ def gate(name: str, pid: int) -> int:
         say(f"not ready: {why}")
         return 1
     spent = ", ".join(f"{phase['name']} {phase['seconds']:.1f} s" for phase in result["phases"])
-    say(
-        f"ready after {result['seconds']:.1f} s ({spent}); {result['model']} at {result['address']} says {result['answer']!r}"
-    )
+    say(f"ready after {result['seconds']:.1f} s ({spent})")
+    say(f"{result['model']} at {result['address']} says {result['answer']!r}")
     return 0
 
 

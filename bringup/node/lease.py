@@ -1,8 +1,8 @@
 """This node's say on who may restart a server: a small HTTP listener that grants one lease a group at a time.
 
-    POST /v1/lease    {"group", "holder", "token", "ttl_s"}   200 {"granted": true} | 409 {"granted": false, "why", "holder"}
-    POST /v1/release  {"group", "holder", "token"}            200
-    GET  /v1/state                                            200 {"services": {name: {"active", "draining"}}, "leases": {...}}
+    POST /v1/lease    {"group", "holder", "token", "ttl_s"}   200 {"granted": true} | 409 {"why"}
+    POST /v1/release  {"group", "holder", "token"}            200 {"released"}
+    GET  /v1/state                                       200 {"services": {name: {"active", "draining"}}, ...}
 
 A holder needs the grants of more than half of its group's nodes (`restart.py`), and each node grants one at a
 time: so two can never hold a group at once, whatever the clocks say. Grants outlive a restart of this program

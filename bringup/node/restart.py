@@ -109,7 +109,9 @@ class Lease:
         return votes
 
     def release(self, nodes: Iterable[str] | None = None) -> None:
-        """Give back the grants of these nodes (None: of all), as far as they answer; the rest runs out by itself."""
+        """Give back the grants of these nodes (None: of all), as far as they answer; the rest runs out by
+        itself.
+        """
         for node in sorted(self.peers if nodes is None else nodes):
             body = {"group": self.group, "holder": self.name, "token": self.token}
             try:
@@ -316,9 +318,7 @@ def run(options: argparse.Namespace) -> int:
     elif record["outcome"] == "refused":
         say(f"not restarted: {record['why']}")
     else:
-        say(
-            f"the restart failed: {record['why']}. Other nodes of its group wait until this server is up again"
-        )
+        say(f"the restart failed: {record['why']}. The rest of its group waits until this server is up")
     if options.json:
         print(json.dumps(record))
     return {"done": DONE, "refused": REFUSED}.get(record["outcome"], FAILED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,10 @@ def apply(
     `changed`: paths that this run has changed, or in check mode would have. Gives {changed, bringup_starts,
     due, diff}. Raises ServersFailed with every server that did not come up.
     """
-    starts, due, failed, todo = [], [], [], []
+    starts: list[dict[str, Any]] = []
+    due: list[str] = []
+    failed: list[str] = []
+    todo: list[str] = []
     for service in services:
         state = current(service)
         pending = check_only and bool(set(service["definition"]) & set(changed))
@@ -151,7 +154,12 @@ def apply(
     return {"changed": bool(todo), "bringup_starts": starts, "due": due, "diff": diff}
 
 
-def _try(act: Any, service: Mapping[str, Any], starts: list[dict[str, Any]], failed: list[str]) -> None:
+def _try(
+    act: Callable[[Mapping[str, Any]], dict[str, Any]],
+    service: Mapping[str, Any],
+    starts: list[dict[str, Any]],
+    failed: list[str],
+) -> None:
     try:
         starts.append(act(service))
     except ServersFailed as error:

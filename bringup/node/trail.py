@@ -90,7 +90,7 @@ def journal(unit: str, invocation: str) -> list[str]:
 def keep(service: Mapping[str, Any], environment: Mapping[str, str], folder: Path | None = None) -> Path:
     """Write the crash's file; its path."""
     os.umask(0o022)
-    place = (folder or CRASHES) / service["unit"]
+    place = (folder or CRASHES) / str(service["unit"])
     place.mkdir(parents=True, exist_ok=True)
     if service.get("log_path"):
         settle(Path(service["log_path"]))

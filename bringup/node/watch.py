@@ -44,7 +44,7 @@ class Watch:
         """
         counters = {name: value for name, value in (seen or {}).items() if name in PROGRESS}
         if not why or (counters and counters != self.counters) or not self.moved_at:
-            moved = bool(not why or self.counters and counters)
+            moved = bool(not why or (self.counters and counters))
             self.counters, self.moved_at = counters or self.counters, now
             self.count = 0 if moved or not why else 1
             return ""

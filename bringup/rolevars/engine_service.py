@@ -78,6 +78,7 @@ def definition(service: Service, host: HostPlan) -> list[str]:
         systemd.key_file(service),
         model_stamp(service, host),
         *ours,
+        *(entries.drop_in(service, name) for name in ("cuda", "libraries") if service.gpus),
     ]
     return [path for path in found if path]
 

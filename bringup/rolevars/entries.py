@@ -28,6 +28,11 @@ def unit(name: str, content: str, beside: Mapping[str, str] | None = None) -> di
     return {**file(systemd.unit_file(name), content), "validate": VERIFY, "beside": dict(beside or {})}
 
 
+def drop_in(service: Service, name: str) -> str:
+    """Where a role adds to a server's unit; the server is due for a restart when it is another."""
+    return f"{systemd.unit_file(f'{service.unit}.service')}.d/50-{name}.conf"
+
+
 def library(names: Iterable[str]) -> list[dict[str, Any]]:
     """Programs of the node, and the names by which they import each other (`bringup.node` is the folder
     itself).

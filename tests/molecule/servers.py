@@ -1,6 +1,8 @@
-"""Prints, as JSON, the variables of a role for hosts that serve the lab's small model: what a plan would give.
+"""Prints, as JSON, the variables of a role for hosts that serve the lab's small model: what a plan would
+give.
 
-python tests/molecule/servers.py ROLE HOST[,HOST...] [CHANGES]       CHANGES: a JSON mapping of Service's fields
+python tests/molecule/servers.py ROLE HOST[,HOST...] [CHANGES]       CHANGES: a JSON mapping of Service's
+fields
 
 The first host is the one whose variables are printed.
 """

@@ -23,7 +23,9 @@ PROGRAM = ROOT / "bringup/node/gate.py"
 
 
 class Engine:
-    """An HTTP server of the test (no engine): `models` and `answer` say what it gives, `requests` what it got."""
+    """An HTTP server of the test (no engine): `models` and `answer` say what it gives, `requests` what it
+    got.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, Any] = {"data": [{"id": "words"}]}
@@ -220,7 +222,11 @@ def test_a_log_is_followed_from_its_mark_through_rotations(tmp_path: Path) -> No
 
 def test_a_log_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "engine.log"
-    assert take(path, {}, [lambda: None, lambda: path.write_text("one\n") and None]) == ["one"]
+
+    def write() -> None:
+        path.write_text("one\n")
+
+    assert take(path, {}, [lambda: None, write]) == ["one"]
 
 
 @pytest.fixture
@@ -242,7 +248,8 @@ def node(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     common.write_json(tmp_path / "run/started/bringup-words.json", noted)
     program = tmp_path / "ask.py"
     program.write_text(
-        f"import sys\nsys.path[:0] = [{str(ROOT)!r}]\nfrom pathlib import Path\nfrom bringup.node import common, gate\n"
+        f"import sys\nsys.path[:0] = [{str(ROOT)!r}]\n"
+        "from pathlib import Path\nfrom bringup.node import common, gate\n"
         f"common.SERVICES = Path({str(tmp_path)!r})\nsys.exit(gate.main(sys.argv[1:]))\n"
     )
     monkeypatch.setattr(gate, "__file__", str(program))
@@ -311,7 +318,12 @@ def test_a_process_start_is_known_to_a_second() -> None:
 
 
 def test_metrics_are_summed_over_labels_and_called_by_our_names() -> None:
-    text = '# HELP x\nvllm:num_requests_running{engine="0"} 2\nvllm:num_requests_running{engine="1"} 3.0\nother NaN\n'
+    rows = [
+        "# HELP x",
+        'vllm:num_requests_running{engine="0"} 2',
+        'vllm:num_requests_running{engine="1"} 3.0',
+    ]
+    text = "\n".join([*rows, "other NaN", ""])
     assert common.parse_metrics(text) == {"vllm:num_requests_running": 5.0}
 
 

@@ -93,8 +93,11 @@ def wait_for(true: object, seconds: float = LIMIT_S) -> None:
         time.sleep(0.02)
 
 
-def writer(fifo: Path, count: int, pause_s: float) -> subprocess.Popen[bytes]:
-    """A process that opens the log once and writes numbered lines, some of them in two halves."""
+def writer(fifo: Path, count: int, pause_s: float, end: Path | None = None) -> subprocess.Popen[bytes]:
+    """A process that opens the log once and writes numbered lines in two halves each.
+
+    It ends after `count` lines, or when the file `end` is there, and leaves in it how many lines it wrote.
+    """
     code = (
         "import os,sys,time\n"
         "out=os.open(sys.argv[1],os.O_WRONLY)\n"
@@ -102,8 +105,11 @@ def writer(fifo: Path, count: int, pause_s: float) -> subprocess.Popen[bytes]:
         "    line=f'line {n} {\"x\"*(n%90)}\\n'.encode()\n"
         "    os.write(out,line[:5]); os.write(out,line[5:])\n"
         "    time.sleep(float(sys.argv[3]))\n"
+        "    if os.path.exists(sys.argv[4]): break\n"
+        "open(sys.argv[4],'w').write(str(n+1))\n"
     )
-    return subprocess.Popen([sys.executable, "-c", code, str(fifo), str(count), str(pause_s)])
+    words = [str(fifo), str(count), str(pause_s), str(end or fifo.with_name("written"))]
+    return subprocess.Popen([sys.executable, "-c", code, *words])
 
 
 def numbers(lines: list[str]) -> list[int]:
@@ -111,17 +117,18 @@ def numbers(lines: list[str]) -> list[int]:
 
 
 def test_a_hundred_rotations_under_load_lose_and_double_no_line(pipe: Pipe) -> None:
-    count = 4000
-    load = writer(pipe.fifo, count, 0.002)
+    end = pipe.folder.parent / "end"
+    load = writer(pipe.fifo, 1_000_000, 0.004, end)
     for _ in range(100):
         wait_for(lambda: pipe.current() > 0)
         before = newest(pipe.folder)
         pipe.process.send_signal(signal.SIGHUP)
         wait_for(lambda before=before: newest(pipe.folder) > before)
     assert load.poll() is None, "the load must outlast the rotations"
+    end.touch()
     assert load.wait(LIMIT_S) == 0
     pipe.stop()
-    assert numbers(pipe.lines()) == list(range(count))
+    assert numbers(pipe.lines()) == list(range(int(end.read_text())))
     assert newest(pipe.folder) > 100
 
 
@@ -157,7 +164,8 @@ def test_an_old_file_is_cut_by_its_age_when_something_is_in_it(tmp_path: Path) -
     log.write(b"two\n")
     log.close()
     assert [
-        gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes() for path in log.files()
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        for path in log.files()
     ] == [b"one\n", b"two\n"]
 
 

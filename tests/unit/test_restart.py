@@ -1,4 +1,6 @@
-"""Restarts: two of a group never at once, whatever happens to the third; polite, bounded, and stopped by a failure."""
+"""Restarts: two of a group never at once, whatever happens to the third; polite, bounded, and stopped by a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ NAMES = ("a", "b", "c")
 
 
 class Nodes:
-    """Real lease listeners on loopback, one a node, each with a port of its own; `down` and `objections` by name."""
+    """Real lease listeners on loopback, one a node, each with a port of its own; `down` and `objections` by
+    name.
+    """
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
-        self.folder, self.names, self.objections = folder, names, {name: "" for name in names}
+        self.folder, self.names, self.objections = folder, names, dict.fromkeys(names, "")
         self.servers: dict[str, lease.Server] = {}
         self.ports: dict[str, int] = {}
         for name in names:

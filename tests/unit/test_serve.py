@@ -1,4 +1,6 @@
-"""Before a start: refusals by name; at the start: the key never in an argv; after it: is it what the disk says?"""
+"""Before a start: refusals by name; at the start: the key never in an argv; after it: is it what the disk
+says?
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,8 @@ def test_gpu_holders_are_read_from_nvidia_smi_by_index(
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
-        "#!/bin/sh\ncase $1 in *query-gpu*) echo '0, GPU-a'; echo '1, GPU-b';; *) echo 'GPU-b, 4711'; echo 'GPU-a, 99';; esac\n"
+        "#!/bin/sh\ncase $1 in *query-gpu*) echo '0, GPU-a'; echo '1, GPU-b';;"
+        " *) echo 'GPU-b, 4711'; echo 'GPU-a, 99';; esac\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -156,12 +159,17 @@ def test_a_server_is_due_when_one_of_its_files_is_another(
     assert serve.current("words")["why"] == "it is failed"
 
 
-ENGINE = "import os, sys; print(repr(sys.argv), os.environ.get('KEY'), open('/proc/self/cmdline').read().count('sesame-open'))"
+ENGINE = (
+    "import os, sys; seen = open('/proc/self/cmdline').read().count('sesame-open')\n"
+    "print(repr(sys.argv), os.environ.get('KEY'), seen)"
+)
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> dict[str, Any]:
-    """A Python program and module that print their argv, variable KEY, and how often the key is in the kernel's argv."""
+    """A Python program and module that print their argv, variable KEY, and how often the key is in the
+    kernel's argv.
+    """
     (tmp_path / "engine.py").write_text(ENGINE)
     tool = tmp_path / "tool"
     tool.write_text(f"#!{sys.executable}\n{ENGINE}\n")

@@ -95,7 +95,7 @@ def words_of(line: str) -> list[str]:
     st.lists(
         st.one_of(
             st.sampled_from(NASTY),
-            st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")),
+            st.text(st.characters(codec="utf-8", exclude_characters="\0")),
         )
     )
 )

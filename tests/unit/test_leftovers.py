@@ -1,0 +1,249 @@
+"""What crashed servers leave is found by what the kernel says, and only that goes; watchdog and crash trail
+beside it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bringup.node import common, leftovers, trail, watch
+
+USER = {os.getuid(): "someone"}
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ignores TERM, as a hanging engine does."""
+    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as made:
+        assert made.stdout is not None
+        made.stdout.readline()
+        yield made
+        made.kill()
+
+
+def reap(process: subprocess.Popen[bytes]) -> None:
+    """Let the test's child end for good while another thread kills it."""
+    import threading
+
+    threading.Thread(target=process.wait, daemon=True).start()
+
+
+def test_a_process_that_ignores_term_is_killed_and_named_before(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "TERM_WAIT_S", 0.3)
+    found = next(
+        item for item in leftovers.lost_processes(USER) if item.id.startswith(f"process:{process.pid}:")
+    )
+    assert "outside of every server's unit" in found.why
+    reap(process)
+    assert leftovers.remove(found) == ""
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_another_process_under_the_same_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:
+    item = leftovers.Leftover(f"process:{process.pid}:12345", "process", "", "")
+    assert leftovers.remove(item) == ""
+    assert process.poll() is None
+
+
+def test_a_planned_port_held_from_outside_is_found_with_its_holder() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        found = leftovers.held_ports([{"name": "words", "unit": "bringup-words", "port": port}])
+    assert [item.id.split(":")[1] for item in found] == [str(os.getpid())]
+    assert f"listens on port {port}" in found[0].why
+
+
+def test_processes_in_a_servers_unit_are_no_leftovers() -> None:
+    assert leftovers.ours("bringup-words.service")
+    assert not leftovers.ours("ssh.service")
+    assert not leftovers.ours("")
+
+
+def test_shared_memory_counts_only_when_old_and_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    for name in ("left", "fresh", "used:odd name"):
+        (tmp_path / name).write_text("x")
+        if name != "fresh":
+            os.utime(tmp_path / name, (0, 0))
+    with (tmp_path / "used:odd name").open():
+        found = leftovers.lost_shm(USER, time.time(), tmp_path)
+    assert [item.what.split(" (")[0] for item in found] == [str(tmp_path / "left")]
+    again = leftovers.lost_shm(USER, time.time(), tmp_path)
+    for item in again:
+        assert leftovers.remove(item) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["fresh"]
+    assert leftovers.lost_shm({os.getuid() + 1: "other"}, time.time() + 999, tmp_path) == []
+
+
+def test_system_v_segments_without_a_process_are_found(tmp_path: Path) -> None:
+    table = tmp_path / "shm"
+    head = "key shmid perms size cpid lpid nattch uid gid cuid cgid atime dtime ctime rss swap\n"
+    table.write_text(
+        head + "0 7 600 4096 1 1 0 990 990 990 990 0 0 0 0 0\n0 8 600 4096 1 1 2 990 990 990 990 0 0 0 0 0\n"
+    )
+    assert [item.id for item in leftovers.lost_sysv({990: "bringup-words"}, table)] == ["sysv:7:4096"]
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("0::/system.slice/bringup-words.service\n", "bringup-words.service"),
+        ("0::/system.slice/bringup\\x2dwords.service/sub\n", "bringup-words.service"),
+        ("0::/user.slice/user-0.slice/session-1.scope\n", "session-1.scope"),
+        ("1:name=systemd:/\n", ""),
+    ],
+)
+def test_the_unit_of_a_process_is_read_from_its_control_group(
+    text: str, unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_text(text)
+    monkeypatch.setattr(common, "PROC", tmp_path)
+    assert common.unit_of(7) == unit
+
+
+# ---------------------------------------------------------------- watchdog
+
+BUSY = {"running": 1.0, "waiting": 0.0}
+
+
+def test_a_server_that_answers_is_left_alone_for_ever() -> None:
+    seen = watch.Watch()
+    assert [seen.judge("", {"generation_tokens_total": 5.0}, now) for now in range(1, 9)] == [""] * 8
+
+
+def test_a_server_that_answers_nothing_and_moves_nothing_hangs_after_three_looks() -> None:
+    seen = watch.Watch(failures=3)
+    said = [
+        seen.judge("nothing within 10 s", {"running": 0.0, "generation_tokens_total": 5.0}, 30.0 * n)
+        for n in range(1, 5)
+    ]
+    assert said[:2] == ["", ""]
+    assert "3 times in a row: nothing within 10 s" in said[2]
+
+
+def test_a_server_without_metrics_hangs_after_three_looks_as_well() -> None:
+    seen = watch.Watch(failures=3)
+    said = [seen.judge("nothing within 10 s", None, 30.0 * n) for n in range(1, 4)]
+    assert [bool(text) for text in said] == [False, False, True]
+
+
+def test_a_server_that_makes_tokens_for_others_is_busy_and_does_not_hang() -> None:
+    seen = watch.Watch(failures=3)
+    assert [
+        seen.judge("slow", {**BUSY, "generation_tokens_total": 5.0 + n}, 30.0 * n) for n in range(1, 20)
+    ] == [""] * 19
+
+
+def test_a_long_prefill_is_waited_for_but_not_without_end() -> None:
+    seen = watch.Watch(failures=3, prefill_s=900)
+    frozen = {**BUSY, "generation_tokens_total": 5.0}
+    said = {now: seen.judge("slow", frozen, float(now)) for now in range(30, 1200, 30)}
+    assert all(text == "" for now, text in said.items() if now < 900)
+    assert said[960]
+
+
+def test_one_good_answer_forgets_all_failures() -> None:
+    seen = watch.Watch(failures=2)
+    seen.judge("x", None, 1.0)
+    assert seen.judge("", None, 2.0) == ""
+    assert seen.judge("x", None, 3.0) == ""
+    assert seen.judge("x", None, 4.0)
+
+
+def test_the_watchdog_ends_the_process_that_hangs_and_only_while_it_is_the_same() -> None:
+    ended: list[int] = []
+    states = iter(
+        [{"ActiveState": "activating", "MainPID": "9", "InvocationID": "a"}]
+        + [{"ActiveState": "active", "MainPID": "10", "InvocationID": "b"}] * 5
+    )
+
+    def state(unit: str, properties: Any) -> dict[str, str]:
+        return next(states)
+
+    service = {
+        "unit": "bringup-words",
+        "probe_timeout_s": 0.2,
+        "address": "127.0.0.1",
+        "port": 9,
+        "served_name": "w",
+    }
+    service["endpoints"] = {"chat": "/v1/chat/completions", "metrics": None}
+    with pytest.raises(StopIteration):
+        watch.watch(service, None, state=state, end=ended.append, pause=lambda seconds: None)
+    assert ended == [10]
+
+
+# ---------------------------------------------------------------- the trail of a crash
+
+
+@pytest.mark.parametrize(
+    ("result", "job", "crash"),
+    [
+        ("success", "0", True),
+        ("success", "", True),
+        ("success", "1234", False),
+        ("signal", "1234", True),
+        ("exit-code", "0", True),
+    ],
+)
+def test_an_end_that_nobody_asked_for_is_a_crash_also_with_exit_code_0(
+    result: str, job: str, crash: bool
+) -> None:
+    assert trail.crashed("bringup-words", {"SERVICE_RESULT": result}, job) is crash
+
+
+def test_the_last_lines_are_kept_across_a_rotation_and_only_so_many_crashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trail, "KEEP", 2)
+    logs = tmp_path / "log"
+    logs.mkdir()
+    (logs / "engine-000001-20260101T000000Z.log.gz").write_bytes(gzip.compress(b"first\nsecond\n"))
+    (logs / "engine-000002-20260101T000001Z.log").write_text("third\n")
+    (logs / "engine.log").symlink_to("engine-000002-20260101T000001Z.log")
+    service = {"unit": "bringup-words", "log_path": str(logs / "engine.log")}
+    for number in range(4):
+        environment = {
+            "SERVICE_RESULT": "signal",
+            "EXIT_CODE": "killed",
+            "EXIT_STATUS": "KILL",
+            "INVOCATION_ID": f"{number}",
+        }
+        path = trail.keep(service, environment, tmp_path / "crashes")
+    lines = path.read_text().splitlines()
+    assert lines[0].endswith("signal, killed KILL")
+    assert lines[1:] == ["first", "second", "third"]
+    assert len(list((tmp_path / "crashes/bringup-words").iterdir())) == 2
+
+
+def test_what_is_found_is_one_json_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "SERVICES", tmp_path)
+    assert leftovers.main(["--remove", "process:1:1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "schema_version": 1,
+        "leftovers": [],
+        "removed": [],
+        "failed": {},
+        "missing": ["process:1:1"],
+    }
