@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -604,7 +605,7 @@ def _environment(engine: Engine, arch: str, root: Path, findings: list[Finding])
                 "warning",
                 f"environment {name}",
                 f"no lock for {arch} yet: this previews, and does not provision",
-                instead=f"invoke envs.lock --engine {name}",
+                instead=_locking(install.requires, install.python, arch),
             )
         )
     content = read_text(root / lock, lock) if lock else " ".join(install.requires)
@@ -619,6 +620,13 @@ def _environment(engine: Engine, arch: str, root: Path, findings: list[Finding])
         prefix=f"{ENVIRONMENTS}/{name}-{digest[:DIGEST_LENGTH]}",
         checks=tuple(tuple(check) for check in install.checks),
     )
+
+
+def _locking(requires: Sequence[str], python: str, arch: str) -> str:
+    """The command that makes a lock, with its requirements on standard input."""
+    platform = f"{'x86_64' if arch == 'any' else arch}-manylinux_2_34"
+    options = f"--generate-hashes --no-header --python-version {python} --python-platform {platform}"
+    return f"printf '%s\\n' {' '.join(map(shlex.quote, requires))} | uv pip compile {options} -"
 
 
 def _models(part: Parts, wanted: Intent, root: Path, findings: list[Finding]) -> Iterator[PlannedModel]:
