@@ -463,6 +463,23 @@ def failures_docs(c: Context, json: bool = False) -> None:
     report.show_written(failuredocs.write(), as_json=json)
 
 
+@task(
+    name="lock",
+    positional=["engine"],
+    help={
+        "engine": "an engine version of the catalog, such as vllm-0.33.0",
+        "arch": "x86_64 or aarch64",
+        "json": JSON,
+    },
+)
+def envs_lock(c: Context, engine: str, arch: str = "x86_64", json: bool = False) -> None:
+    """Resolve an engine's environment and write its lock, every file with its hash (needs uv)."""
+    from bringup import envlock, report
+
+    path, _ = envlock.lock(engine, arch)
+    report.show_written(path, as_json=json)
+
+
 # ---------------------------------------------------------------- measuring
 
 
@@ -692,6 +709,7 @@ ns = Collection(
     lint,
     check_all,
 )
+ns.add_collection(_collection("envs", envs_lock))
 ns.add_collection(_collection("failures", failures_add, failures_docs))
 ns.add_collection(_collection("flags", flags_check, flags_table))
 ns.add_collection(_collection("history", history_list, history_show, history_diff))
