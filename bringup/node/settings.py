@@ -88,9 +88,9 @@ def shm_bytes(wish: str) -> int:
         raise ValueError(f'shared memory "{wish}" is neither a share such as 50% nor a size such as 64G')
     number, unit = int(match[1]), match[2]
     if unit == "%":
-        pages: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return pages * number // 100
-    return number * 1024 ** ("KMGT".index(unit) + 1 if unit else 0)
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(pages * number // 100)
+    return number * 1024 ** int("KMGT".index(unit) + 1 if unit else 0)
 
 
 def shared_memory(wish: str, check_only: bool) -> tuple[list[str], list[dict[str, str]]]:

@@ -15,6 +15,7 @@ ROLES = (
     "preflight",
     "system_settings",
     "engine_env",
+    "library_fixes",
     "model_store",
     "log_rotation",
     "engine_service",

@@ -1,4 +1,4 @@
-"""Plan -> variables of role `engine_service`: each server's unit, environment file, description and watchdog."""
+"""Plan -> variables of role `engine_service`: each server's unit, environment, description and watchdog."""
 
 from __future__ import annotations
 
