@@ -49,7 +49,10 @@ def show(error: BringupError) -> None:
 def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     def parse_tasks(self: Program) -> None:
         self.core.unparsed = joined(self.core.unparsed, set(_task_names(self)))
-        _refuse_unknown_flags(self)
+        # Making contexts takes the help texts out of the tasks, so they are made once.
+        contexts = self.collection.to_contexts(ignore_unknown_help=self.config.tasks.ignore_unknown_help)
+        self.collection.to_contexts = lambda **_: contexts  # type: ignore[method-assign]
+        _refuse_unknown_flags(self, contexts)
         try:
             try:
                 inner(self)
@@ -68,12 +71,10 @@ def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     return parse_tasks
 
 
-def _refuse_unknown_flags(program: Program) -> None:
+def _refuse_unknown_flags(program: Program, contexts: Sequence[Any]) -> None:
     """Raises Exit for an unknown flag, which invoke would take for a positional argument's value."""
     words = program.core.unparsed
-    context = next(
-        (one for one in program.collection.to_contexts() if words and words[0] in _all_names(one)), None
-    )
+    context = next((one for one in contexts if words and words[0] in _all_names(one)), None)
     if context is None:
         return
     if "-" in words and context.positional_args:

@@ -72,6 +72,12 @@ def test_every_command_explains_itself() -> None:
     assert [task["name"] for task in tasks if not task["help"]] == []
 
 
+def test_the_help_of_a_command_explains_each_flag() -> None:
+    said = invoke("--help", "provision").stdout
+    assert "show what would change, with diffs" in said
+    assert "folder under inventories/" in said
+
+
 def test_the_list_of_commands_comes_at_once() -> None:
     seconds = []
     for _ in range(TRIES):
