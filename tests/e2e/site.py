@@ -1,4 +1,4 @@
-"""A site of its own for the end-to-end tests: real nodes, an inventory in a temporary folder, and the real command.
+"""A site of its own for the end-to-end tests: real nodes, an inventory in a temporary folder, real commands.
 
 Tests change nodes only through `invoke`; what they look at, they look at from outside (`docker exec`).
 """
@@ -81,7 +81,7 @@ class Site:
         return self.invoke("provision", "--json", *words)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """`invoke` with this inventory in a process group of its own, as a terminal does it; still running."""
+        """`invoke` with this inventory in a process group of its own, as in a terminal; still running."""
         return subprocess.Popen(
             [str(INVOKE), *words, "--inventory", str(self.folder)],
             cwd=ROOT,
@@ -180,7 +180,7 @@ def tokens(name: str, port: int, say: str = "hello", limit: float = 20) -> int:
 
 
 def end(process: subprocess.Popen[str], by: signal.Signals, limit: float = 60) -> Done:
-    """Sends a signal to a command's whole process group, as a terminal's Ctrl-C does, and waits for its end."""
+    """Sends a signal to a command's process group, as a terminal's Ctrl-C does, and waits for its end."""
     os.killpg(process.pid, by)
     out, err = process.communicate(timeout=limit)
     return Done(process.returncode, out, err)

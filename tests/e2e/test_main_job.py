@@ -1,4 +1,4 @@
-"""The main job on real ground: two bare nodes to a real answer, and everything that happens to them afterwards.
+"""The main job on real ground: two bare nodes to a real answer, and all that happens to them afterwards.
 
 The tests stand in the order of one story and share its nodes; each leaves them as it found them: provisioned.
 """
@@ -139,8 +139,9 @@ def test_a_killed_engine_comes_back_by_itself_and_leaves_nothing(pair: Site) -> 
 def test_twenty_rotations_under_load_lose_no_line_and_double_none(pair: Site) -> None:
     name, service = pair.names[0], pair.service()["name"]
     folder = f"/var/log/bringup/{service}"
-    everything = f"{{ find {folder} -name '*.gz' -exec zcat {{}} + ; find {folder} -type f ! -name '*.gz' -exec cat {{}} + ; }}"
-    ended = f"{everything} | grep -o 'task [0-9]* | stop processing'"
+    old = f"find {folder} -type f -name '*.gz' -exec zcat {{}} +"
+    new = f"find {folder} -type f ! -name '*.gz' -exec cat {{}} +"
+    ended = f"{{ {old}; {new}; }} | grep -o 'task [0-9]* | stop processing'"
     stop, sent = threading.Event(), []
 
     def client() -> None:
