@@ -44,7 +44,7 @@ def test_the_undo_of_a_runbook_is_a_runbook_or_a_command(path: Path) -> None:
     undo = runbooks.read(path).undo
     named = re.match(r"invoke run ([\w-]+)", undo)
     assert undo.startswith(("none:", "invoke "))
-    assert named is None or runbooks.find(named[1])
+    assert named is None or runbooks.find(named[1]).name == named[1]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

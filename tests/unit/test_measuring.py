@@ -1,0 +1,119 @@
+"""Loads reach servers through tunnels that open or say why; a trial differs from its inventory in one
+service.
+"""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bringup import catalog, envlock, inventory, measuring, tune, tuning
+from bringup.errors import HostUnreachable, UsageError
+from bringup.fleet import Host
+
+HERE = Host("here", "127.0.0.1", local=True)
+SERVICES = [
+    {"name": "a", "profile": "p", "port": 8000, "flags": {"--x": 1, "--y": 2}},
+    {"name": "b", "profile": "p", "port": 8001},
+]
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield int(made.server_address[1])
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_a_server_on_this_machine_needs_no_tunnel(server: int) -> None:
+    with (
+        measuring.tunnel(HERE, "127.0.0.1", server) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer,
+    ):
+        assert answer.status == 200
+
+
+def test_a_tunnel_that_does_not_open_says_why() -> None:
+    gone = Host("gone", "127.0.0.1", port=1, user="nobody")
+    with (
+        pytest.raises(HostUnreachable, match=r"gone: the tunnel did not open: .*refused"),
+        measuring.tunnel(gone, "127.0.0.1", 8000),
+    ):
+        pytest.fail("it opened")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    folder = tmp_path / "site"
+    (folder / "group_vars").mkdir(parents=True)
+    (folder / "hosts.yml").write_text("all: {hosts: {n1: {ansible_host: 10.0.0.1}, n2: {}}}")
+    (folder / "group_vars" / "all.yml").write_text(
+        yaml.safe_dump({"node_platform": "cpu", "node_services": SERVICES})
+    )
+    return folder
+
+
+def services(folder: Path, host: str) -> list[dict[str, object]]:
+    found = next(one for one in inventory.read(str(folder)).hosts if one.name == host)
+    return [dict(one) for one in found.variables["node_services"]]
+
+
+def test_a_trial_changes_one_service_of_one_host_and_nothing_else(site: Path, tmp_path: Path) -> None:
+    setting = tune.Setting({"--y": 3, "--z": "w"}, {"NAME": "100% $HOME"})
+    trial = tuning.write_trial(site, tmp_path / "trial" / "site", "n1", "a", setting)
+    first, second = services(trial, "n1")
+    assert first["flags"] == {"--x": 1, "--y": 3, "--z": "w"}
+    assert first["environment"] == {"NAME": "100% $HOME"}
+    assert second == SERVICES[1]
+    assert services(trial, "n2") == SERVICES
+    assert services(site, "n1") == SERVICES
+
+
+def test_a_trial_keeps_what_the_host_has_of_its_own(site: Path, tmp_path: Path) -> None:
+    (site / "host_vars").mkdir()
+    (site / "host_vars" / "n1.yml").write_text("node_user: somebody\n")
+    trial = tuning.write_trial(site, tmp_path / "trial" / "site", "n1", "b", tune.Setting({"--z": 1}))
+    found = next(one for one in inventory.read(str(trial)).hosts if one.name == "n1")
+    assert found.variables["node_user"] == "somebody"
+    assert services(trial, "n1")[1]["flags"] == {"--z": 1}
+
+
+def test_a_trial_is_written_anew_each_time(site: Path, tmp_path: Path) -> None:
+    into = tmp_path / "trial" / "site"
+    tuning.write_trial(site, into, "n1", "a", tune.Setting({"--q": 1}))
+    tuning.write_trial(site, into, "n1", "a", tune.Setting({"--r": 1}))
+    assert services(into, "n1")[0]["flags"] == {"--x": 1, "--y": 2, "--r": 1}
+
+
+def test_every_setting_that_a_climb_can_reach_is_known_by_its_name() -> None:
+    axes = [[tune.Setting({"--a": 1}), tune.Setting({"--a": 2})], [tune.Setting({"--b": 1})]]
+    names = {setting.name for setting in tuning._all(axes)}
+    assert names == {"as it is", "--a=1", "--a=2", "--a=1 --b=1", "--a=2 --b=1", "--b=1"}
+
+
+def test_a_lock_is_refused_for_what_is_not_known() -> None:
+    with pytest.raises(UsageError, match="is not one of x86_64, aarch64"):
+        envlock.lock("vllm-0.33.0", "riscv64")
+    with pytest.raises(UsageError, match="unknown engine"):
+        envlock.lock("vllm-0.0", "x86_64")
+
+
+def test_every_engine_of_the_catalog_has_a_lock_with_hashes_and_without_an_index() -> None:
+    locks = sorted((catalog.FOLDER / "engines" / "locks").glob("*.txt"))
+    assert locks
+    for path in locks:
+        lines = path.read_text().splitlines()
+        assert not any(
+            line.lstrip().startswith(("-i", "--index", "--extra-index", "--find")) for line in lines
+        ), path
+        assert all("--hash=sha256:" in line or "==" in line for line in lines if line.strip()), path
