@@ -36,7 +36,7 @@ else:
     from bringup.node import store
     from bringup.node.download import partial_of
 
-SMALLEST_BLOCK = 1024 * 1024
+SMALLEST_BLOCK = 256 * 1024
 LARGEST_BLOCK = 16 * 1024 * 1024
 BLOCKS_A_MODEL = 1024
 """About how many blocks a model has: few enough to list, enough that one block a hop is no delay."""
@@ -56,6 +56,9 @@ ROUNDS = 5
 """How often the whole list of upstreams is tried without one new block before we give up."""
 
 PAUSE_S = 0.5
+START_LIMIT_S = 20
+"""Seconds that the node before us has to come up: going around it at once would make a star of the chain."""
+
 WATCH_S = 0.2
 HEAD_LIMIT_S = 24 * 3600
 """How long a head waits for its own files."""
@@ -118,6 +121,9 @@ class Relay:
 
     def get_all(self) -> None:
         """Every file, some at a time, and the stamp. Raises RelayFailed or StoreFailed."""
+        end = time.monotonic() + START_LIMIT_S
+        while self.upstreams and time.monotonic() < end and not alive(self.upstreams[0]):
+            self.stop.wait(WATCH_S)
         waiting = list(self.items.values())
         failed: list[BaseException] = []
         lock = threading.Lock()

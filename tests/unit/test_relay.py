@@ -191,6 +191,7 @@ def test_a_model_that_no_node_has_ends_with_every_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "PAUSE_S", 0.01)
+    monkeypatch.setattr(relay, "START_LIMIT_S", 0.1)
     follower = relay.Relay(store.Model.of(model(tmp_path)), ["http://127.0.0.1:9", "http://127.0.0.1:7"])
     with pytest.raises(relay.RelayFailed, match=r"127\.0\.0\.1:9: .*refused; .*127\.0\.0\.1:7: .*refused"):
         follower.get_all()
