@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from bringup import ROOT
 from bringup.entries import Entry, build, read_yaml
@@ -29,7 +29,10 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 LONGEST_CHAIN = 8
 """Profiles that a profile may be based on, one after another, before we call it a mistake."""
 
-NotNegative = Annotated[float, Field(ge=0)]
+LARGEST = 1e12
+"""No quantity here is larger: what is, is a typing mistake."""
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -58,10 +61,10 @@ class Gpus(Entry):
     count: PositiveInt
     names: tuple[str, ...] = Field(min_length=1)
     pci_ids: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{4}:[0-9a-f]{4}$")], ...] = ()
-    memory_gib: PositiveFloat
+    memory_gib: Positive
     sm: Annotated[str, Field(pattern=r"^\d+\.\d$")]
-    hbm_gbps: PositiveFloat
-    hbm_effective_gbps: PositiveFloat | None = None
+    hbm_gbps: Positive
+    hbm_effective_gbps: Positive | None = None
 
     def matches(self, name: str) -> bool:
         """Is a product name, as the driver prints it, one of ours?"""
@@ -78,11 +81,11 @@ class Links(Entry):
     `staged_gbps`: GPU to GPU through host memory."""
 
     nvswitches: Annotated[int, Field(ge=0)] = 0
-    nvlink_gbps: PositiveFloat | None = None
+    nvlink_gbps: Positive | None = None
     peer_access: bool = True
-    host_local_gbps: PositiveFloat | None = None
-    host_remote_gbps: PositiveFloat | None = None
-    staged_gbps: PositiveFloat | None = None
+    host_local_gbps: Positive | None = None
+    host_remote_gbps: Positive | None = None
+    staged_gbps: Positive | None = None
 
 
 class NumaNode(Entry):
@@ -102,8 +105,8 @@ class HostCpu(Entry):
 
     sockets: PositiveInt
     cores_per_socket: PositiveInt
-    memory_gib_per_socket: PositiveFloat
-    memory_gbps_per_socket: PositiveFloat | None = None
+    memory_gib_per_socket: Positive
+    memory_gbps_per_socket: Positive | None = None
     numa: tuple[NumaNode, ...] = ()
 
 
@@ -275,7 +278,7 @@ class Hub(Entry):
 class Size(Entry):
     """One statement about a size: sources disagree, so each figure keeps its source."""
 
-    gb: PositiveFloat
+    gb: Positive
     source: str
 
 
@@ -284,10 +287,10 @@ class Weights(Entry):
     overlap: the MTP layer has experts too). `expert_bits`: bits of one routed-expert weight, scales
     included."""
 
-    total_gib: PositiveFloat
+    total_gib: Positive
     routed_experts_gib: NotNegative = 0
     mtp_gib: NotNegative = 0
-    expert_bits: PositiveFloat | None = None
+    expert_bits: Positive | None = None
 
 
 class Shape(Entry):
@@ -411,13 +414,13 @@ class Expectation(Entry):
     metric: Literal[
         "output_tok_s", "total_tok_s", "prefill_tok_s", "tpot_ms", "ttft_ms", "accept_length", "accept_share"
     ] = "output_tok_s"
-    value: PositiveFloat | None = None
-    low: PositiveFloat | None = None
-    high: PositiveFloat | None = None
-    p10: PositiveFloat | None = None
-    p90: PositiveFloat | None = None
+    value: Positive | None = None
+    low: Positive | None = None
+    high: Positive | None = None
+    p10: Positive | None = None
+    p90: Positive | None = None
     cv: NotNegative | None = None
-    tpot_ms: PositiveFloat | None = None
+    tpot_ms: Positive | None = None
     accept_percent: NotNegative | None = None
     runs_below_60: Annotated[int, Field(ge=0)] | None = None
     source: str
@@ -461,13 +464,13 @@ class Limits(Entry):
     start_timeout_s: PositiveInt | None = None
     stop_timeout_s: PositiveInt | None = None
     probe_timeout_s: PositiveInt | None = None
-    memory_gib: PositiveFloat | None = None
+    memory_gib: Positive | None = None
 
 
 class RestartWish(Entry):
     """A scheduled restart; what is not given comes from the level above (see planned.Restart)."""
 
-    calendar: str | None = None
+    calendar: Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9*:,./~ +_-]*$")] | None = None
     spread_s: Annotated[int, Field(ge=0)] | None = None
     postpone_s: Annotated[int, Field(ge=0)] | None = None
     drain_s: Annotated[int, Field(ge=0)] | None = None

@@ -19,7 +19,9 @@ except ImportError:  # a PyYAML without libyaml
 class Entry(BaseModel):
     """Base of every catalog model: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 EntryT = TypeVar("EntryT", bound=Entry)

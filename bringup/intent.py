@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from bringup import ROOT
-from bringup.catalog import FlagValue, RestartWish, Word
+from bringup.catalog import FlagValue, Positive, RestartWish, Word
 from bringup.entries import Entry, Vaulted, read_yaml
 from bringup.errors import Problem, did_you_mean
 
@@ -41,14 +41,16 @@ UserName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,30}$")]
 Address = Annotated[str, AfterValidator(_address)]
 Folder = Annotated[str, AfterValidator(_folder)]
 VaultName = Annotated[str, Field(pattern=r"^vault_[a-z0-9_]+$")]
+SettingName = Annotated[str, Field(pattern=r"^(/sys/|[a-z0-9_]+[./])[\w.*/-]+$")]
+"""A kernel value (vm.swappiness) or a file under /sys."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class LogWish(Entry):
     """How logs are cut; what is not given comes from the level above (see planned.LogRotation)."""
 
-    size_mib: PositiveFloat | None = None
-    age_hours: PositiveFloat | None = None
+    size_mib: Positive | None = None
+    age_hours: Positive | None = None
     keep: PositiveInt | None = None
     mode: Literal["file", "journal"] | None = None
 
@@ -90,7 +92,7 @@ class Intent(Entry):
     node_log_rotation: LogWish = LogWish()
     node_quiet_hours: RestartWish = RestartWish()
     node_sysctl: bool = True
-    node_settings: dict[str, Word | None] = {}
+    node_settings: dict[SettingName, Word | None] = {}
 
 
 def of_variables(variables: Mapping[str, Any]) -> dict[str, Any]:

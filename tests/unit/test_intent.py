@@ -42,6 +42,7 @@ def test_a_name_a_profile_and_a_port_are_enough() -> None:
         ({"user": "Root"}, "node_services.0.user"),
         ({"environment": {"A": True}}, "write the text in quotes"),
         ({"restart": {"calender": "daily"}}, 'unknown key. Did you mean "calendar"?'),
+        ({"restart": {"calendar": "daily\nUser=root"}}, "node_services.0.restart.calendar"),
         ({"logs": {"mode": "syslog"}}, "node_services.0.logs.mode"),
         ({"prot": 1}, 'node_services.0.prot: unknown key. Did you mean "port"?'),
     ],
@@ -53,6 +54,16 @@ def test_a_wrong_service_is_refused(keys: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("folder", ["models", "/a b", "/a/../b", '/a"b', "/a$b", "/a%b", ""])
 def test_a_folder_that_units_cannot_hold_is_refused(folder: str) -> None:
     assert "node_model_folder" in problems(node_model_folder=folder)
+
+
+@pytest.mark.parametrize("name", ["swappiness", "/etc/passwd", "vm swappiness", ""])
+def test_a_setting_that_is_none_of_the_kernels_is_refused(name: str) -> None:
+    assert "node_settings" in problems(node_settings={name: 1})
+
+
+@pytest.mark.parametrize("size", [0, -1, float("inf"), float("nan"), 1e300])
+def test_a_size_that_cannot_be_is_refused(size: float) -> None:
+    assert "node_log_rotation.size_mib" in problems(node_log_rotation={"size_mib": size})
 
 
 def test_all_mistakes_come_at_once() -> None:
