@@ -70,7 +70,6 @@ class ServiceIntent(Entry):
     restart: RestartWish = RestartWish()
     logs: LogWish = LogWish()
     user: UserName | None = None
-    is_stand_in: bool = False
 
 
 class Source(Entry):

@@ -457,7 +457,6 @@ def _service(
         cache_folder=cache,
         context_tokens=_context(part),
         memory_gib=profile.limits.memory_gib,
-        is_stand_in=one.is_stand_in,
     )
     return service, verdict
 
@@ -713,8 +712,3 @@ def unprovisionable(plan: Plan) -> list[Problem]:
         for finding in plan.findings
         if finding.code == "PLAN_NO_LOCK"
     ]
-
-
-def folder_of(name: str) -> Path:
-    """The folder of an inventory, by name or path."""
-    return inventory.folder_of(name)
