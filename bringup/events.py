@@ -20,6 +20,12 @@ PREFLIGHT_ROLE = "preflight"
 GATE_PREFIX = "Gate:"
 """A task whose name begins so is a measured gate: when it fails, the change was rolled back (exit 7)."""
 
+LOCK_PREFIX = "Lock:"
+"""A task whose name begins so holds a node or gives it back: when it fails, the node is someone else's now."""
+
+GIVE_BACK = "Lock: give this node back"
+"""The last task of a play on a host; where it is reached without a failure, the host is done."""
+
 NO_ROLE = "play"
 """How tasks outside of any role (gathering facts, a runbook's own tasks) are called."""
 
@@ -48,8 +54,8 @@ class RoleOutcome:
 
 @dataclass(frozen=True)
 class HostOutcome:
-    """One host: numbers of results (one that changed something is `ok` too, as Ansible counts), and its
-    roles.
+    """One host: numbers of results (one that changed something is `ok` too, as Ansible counts), its roles,
+    and whether it came to its end (`done`).
     """
 
     ok: int = 0
@@ -57,6 +63,7 @@ class HostOutcome:
     failed: int = 0
     skipped: int = 0
     unreachable: bool = False
+    done: bool = False
     roles: Mapping[str, RoleOutcome] = field(default_factory=dict)
 
 
@@ -85,7 +92,8 @@ class Failure:
 class Outcome:
     """All that a run's events say.
 
-    `starts` and `findings`: what tasks returned as `bringup_starts` and `findings`, each with its `host`.
+    `starts` and `findings`: what tasks returned as `bringup_starts` and `findings`, each with its `host`;
+    `notes`: what they returned as `bringup_notes`, one text a note.
     """
 
     hosts: Mapping[str, HostOutcome] = field(default_factory=dict)
@@ -94,6 +102,7 @@ class Outcome:
     starts: tuple[Mapping[str, Any], ...] = ()
     findings: tuple[Mapping[str, Any], ...] = ()
     errors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fatal(self) -> tuple[Failure, ...]:
@@ -142,6 +151,8 @@ class Tally:
         self._starts: list[Mapping[str, Any]] = []
         self._findings: list[Mapping[str, Any]] = []
         self._errors: list[str] = []
+        self._notes: list[str] = []
+        self._done: set[str] = set()
         self._stats: Mapping[str, Any] | None = None
         self._first: float | None = None
 
@@ -192,6 +203,7 @@ class Tally:
             starts=tuple(self._starts),
             findings=tuple(self._findings),
             errors=tuple(self._errors),
+            notes=tuple(self._notes),
         )
 
     def _on_play(self, data: Mapping[str, Any]) -> None:
@@ -217,6 +229,8 @@ class Tally:
         role.ok += 1
         result = data.get("res") or {}
         self._gather(data, result)
+        if _task_name(data) == GIVE_BACK:
+            self._done.add(str(data.get("host", "")))
         if result.get("changed"):
             role.changed += 1
             self._changes.append(
@@ -265,6 +279,7 @@ class Tally:
 
     def _gather(self, data: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         host = str(data.get("host", ""))
+        self._notes += [f"{host}: {redact.text(str(note))}" for note in _as_list(result.get("bringup_notes"))]
         for part in (result, *_item_results(result)):
             for key, found in (("bringup_starts", self._starts), ("findings", self._findings)):
                 found.extend(
@@ -325,6 +340,7 @@ class Tally:
             failed=self._stat("failures", name, sum(failure.kind == "failed" for failure in mine)),
             skipped=self._stat("skipped", name, sum(role.skipped for role in roles.values())),
             unreachable=any(failure.kind == "unreachable" for failure in mine),
+            done=name in self._done and not any(f.kind in ("failed", "unreachable") for f in mine),
             roles=roles,
         )
 
@@ -335,8 +351,8 @@ class Tally:
 
 
 def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
-    """What an outcome means: failed, else gate, else unreachable, else refused, else changes pending, else
-    done.
+    """What an outcome means: failed, else gate, else unreachable, else refused, else locked, else changes
+    pending, else done.
 
     A run in which no host was played is never a success: INTERNAL (the caller knows better when it does).
     """
@@ -344,9 +360,10 @@ def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
     failed = [failure for failure in fatal if failure.kind == "failed"]
     refused = [failure for failure in failed if failure.role == PREFLIGHT_ROLE]
     gates = [failure for failure in failed if failure.task.startswith(GATE_PREFIX)]
+    locks = [failure for failure in failed if failure.task.startswith(LOCK_PREFIX)]
     if not outcome.hosts:
         return Exit.INTERNAL
-    if len(failed) > len(refused) + len(gates) or (
+    if len(failed) > len(refused) + len(gates) + len(locks) or (
         not failed and any(host.failed for host in outcome.hosts.values())
     ):
         return Exit.FAILED
@@ -356,6 +373,8 @@ def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
         return Exit.UNREACHABLE
     if refused:
         return Exit.REFUSED
+    if locks:
+        return Exit.LOCKED
     return Exit.PENDING if check and outcome.changed else Exit.DONE
 
 

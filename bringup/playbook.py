@@ -88,13 +88,16 @@ def run(
     check: bool = False,
     extra: Mapping[str, Any] | None = None,
     force_unlock: bool = False,
+    outside_window: str = "",
+    resume: str = "",
     view: progress.Progress | None = None,
     after: After | None = None,
 ) -> runs.RunRecord:
     """Runs `playbooks/<playbook>.yml` on an inventory and gives its finished record.
 
     `name` is how the run is called (default: the playbook). `after` is called when everything succeeded and
-    gives what servers answered, for the record. Raises UsageError with every problem of intent or catalog
+    gives what servers answered, for the record. `outside_window`: why nodes are changed outside of their
+    windows; `resume`: an earlier run of the same, whose finished hosts are left out. Raises UsageError with every problem of intent or catalog
     (before any node is contacted) and Locked.
     """
     seen = view or progress.choose()
@@ -104,16 +107,21 @@ def run(
     check_limit(plan, limit)
     if playbook == "provision" and tags != "preflight":
         check_complete(plan)
-    job = Job(path, folder, limit, tags, skip_tags, check, dict(extra or {}))
+    left = remaining(plan, playbook, limit, resume) if resume else limit
+    more = {"run_outside_window": outside_window} if outside_window else {}
+    more |= {"run_force_unlock": True} if force_unlock else {}
+    job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more})
     name = name or playbook.removeprefix("runbooks/")
     arguments = {
         "playbook": playbook,
         "inventory": inventory,
-        "limit": limit,
+        "limit": left,
         "tags": tags,
         "skip_tags": skip_tags,
         "check": check,
         "extra": dict(extra or {}),
+        "outside_window": outside_window,
+        "resume": resume,
     }
     try:
         with (
@@ -166,6 +174,10 @@ def _finished(record: runs.RunRecord, code: Exit, outcome: events.Outcome, **mor
     from bringup import webpage
 
     finished = runs.finish(record, code, outcome, **more)
+    for note in outcome.notes:
+        if "--force-unlock" in note:
+            entry = {"what": "force-unlock", "run": record.id, "by": record.who, "said": note}
+            runs.append_line(runs.FOLDER / "audit.jsonl", entry)
     webpage.write(finished)
     return finished
 
@@ -221,6 +233,33 @@ def check_limit(plan: Plan, limit: str | None) -> None:
         fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
 
 
+def remaining(plan: Plan, playbook: str, limit: str | None, resume: str) -> str:
+    """The hosts of `limit` that the run `resume` did not finish, as a limit. Raises UsageError when it was
+    another run, and when none is left.
+    """
+    before = runs.find(resume)
+    where = f"--resume {before.id}"
+    problems = [
+        Problem(where, f"it was {what} {was}, and this is {now}")
+        for what, was, now in (
+            ("inventory", before.inventory, plan.inventory),
+            ("playbook", before.arguments.get("playbook"), playbook),
+        )
+        if was != now
+    ]
+    if not problems and before.arguments.get("check"):
+        problems.append(Problem(where, "it was a --check, which finishes no host"))
+    if problems:
+        raise UsageError(problems)
+    asked = limit or before.arguments.get("limit")
+    done = set(runs.finished_hosts(before))
+    names = fleet.matching({host.name: host.groups for host in plan.hosts}, asked)
+    left = [name for name in names if name not in done]
+    if not left:
+        raise UsageError(Problem(where, f"its {len(names)} hosts are all done; nothing is left to do"))
+    return ",".join(left)
+
+
 def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
     """What a play needs beside it: the nodes of the lab, when that is the inventory."""
     hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
@@ -237,7 +276,7 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
     caught = caught or Caught()
     inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
     private = folder / "runner"
-    runner = _runner(job, private, inbox)
+    runner = _runner(job, private, inbox, run_id=folder.name)
 
     def work() -> None:
         try:
@@ -405,7 +444,7 @@ def _parent_of(stat: Path) -> tuple[int, int] | None:
         return None
 
 
-def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]) -> Any:
+def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]], run_id: str) -> Any:
     """An ansible-runner that writes nothing but into `private`, and prints nothing."""
     from ansible_runner import interface
 
@@ -441,7 +480,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         skip_tags=job.skip_tags,
         forks=job.forks,
         cmdline=shlex.join(arguments),
-        envvars=_environment(),
+        envvars=_environment(run_id),
         settings={"suppress_output_file": True, "suppress_ansible_output": True, "pexpect_timeout": 1},
         suppress_env_files=True,
         ignore_logging=True,
@@ -455,11 +494,15 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
     return runner
 
 
-def _environment() -> dict[str, str]:
+def _environment(run_id: str) -> dict[str, str]:
+    """What Ansible is told beside its command line; the BRINGUP_ ones go into locks and stamps on nodes."""
     programs = str(Path(sys.executable).parent)
     config = ROOT / "ansible.cfg"
     return {
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "BRINGUP_RUN_ID": run_id,
+        "BRINGUP_BY": runs.who(),
+        "BRINGUP_COMMIT": runs.commit(),
         "ANSIBLE_NOCOLOR": "1",
         "ANSIBLE_RETRY_FILES_ENABLED": "0",
         **({"ANSIBLE_CONFIG": str(config)} if config.is_file() else {}),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bringup import runs
 from bringup.errors import Exit, Problem
-from bringup.events import HostOutcome
+from bringup.events import LOCK_PREFIX, HostOutcome
 from bringup.progress import elapsed
 from bringup.runs import RunRecord
 
@@ -36,7 +36,14 @@ MESSAGE_LINES_SHOWN = 12
 DIFF_LINES_SHOWN = 40
 CHANGES_SHOWN = 30
 FAILURES_SHOWN = 20
-STYLES = {"done": "green", "changed": "yellow", "failed": "red", "unreachable": "red", "refused": "red"}
+STYLES = {
+    "done": "green",
+    "changed": "yellow",
+    "failed": "red",
+    "unreachable": "red",
+    "refused": "red",
+    "locked": "red",
+}
 
 
 def console() -> Console:
@@ -111,6 +118,9 @@ def state_of(name: str, host: HostOutcome, record: RunRecord) -> str:
     if host.unreachable:
         return "unreachable"
     if host.failed:
+        tasks = [one.task for one in record.failures if one.host == name and one.kind == "failed"]
+        if tasks and all(task.startswith(LOCK_PREFIX) for task in tasks):
+            return "locked"
         roles = {
             failure.role for failure in record.failures if failure.host == name and failure.kind == "failed"
         }
@@ -193,14 +203,29 @@ def next_steps(record: RunRecord) -> list[str]:
         return [f"invoke status {where}"] if record.changed else []
     if code is Exit.PENDING:
         return [f"{command_of(record)} {where}, without --check, makes it so"]
+    again_all = f"{command_of(record)} {where} --resume {record.id}"
     steps = {
         Exit.REFUSED: f"mend what is named above, then {again}",
         Exit.UNREACHABLE: f"invoke status {where}{limit} shows who answers; then {again}",
         Exit.FAILED: f"invoke logs {where}{limit}, then {again}",
         Exit.GATE: f"invoke history show {record.id}",
-        Exit.INTERRUPTED: f"{again} (it takes up where this run stopped)",
+        Exit.LOCKED: f"wait for who holds it, then {again}",
+        Exit.INTERRUPTED: f"{again_all} (hosts that are done are left out)",
     }
-    return [steps.get(code, f"invoke history show {record.id}")]
+    return [steps.get(code, f"invoke history show {record.id}"), *_undo(record, where, bad)]
+
+
+def _undo(record: RunRecord, where: str, bad: Sequence[str]) -> list[str]:
+    """The command that takes a failed runbook back, where it has one and some host was changed."""
+    if not str(record.arguments.get("playbook", "")).startswith("runbooks/"):
+        return []
+    from bringup import runbooks
+
+    undo = runbooks.undo_of(record.name)
+    failed = [name for name in bad if state_of(name, record.hosts[name], record) == "failed"]
+    if record.arguments.get("check") or not undo or not failed:
+        return []
+    return [f"{undo} {where} --limit {','.join(failed)} takes it back on what failed"]
 
 
 def command_of(record: RunRecord) -> str:

@@ -16,7 +16,8 @@ A line that begins with more than one space after `#` goes on with the line befo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,25 +116,78 @@ def run(
     yes: bool = False,
     extra: Mapping[str, Any] | None = None,
     force_unlock: bool = False,
+    outside_window: str = "",
+    resume: str = "",
 ) -> RunRecord:
     """Runs a runbook: hosts `serial` at a time (the first is the canary), stopping after `max_fail` percent
     failed.
 
-    Raises UsageError for a wrong name or limit and Locked when a disruptive one is not confirmed.
+    `outside_window`: why it cannot wait for the nodes' change windows; `resume`: an earlier run whose
+    finished hosts are left out. Raises UsageError for a wrong name or limit and Locked when a disruptive one
+    is not confirmed.
     """
     book = find(name)
+    batches = in_batches(serial)
     hosts = fleet.matching(fleet.groups_of(inventory), limit)
+    for line in plan_of(book, hosts, batches, max_fail):
+        print(line, file=sys.stderr)
     if book.disruptive and not check:
-        what = f"{book.name}: {book.effect}. Undo: {book.undo}. Expected: {book.duration}. It runs"
-        confirm.disruptive(what, inventories.folder_of(inventory).name, hosts, yes=yes)
+        if not yes and sys.stdin.isatty():
+            _show_served(inventory, limit)
+        confirm.disruptive(book.name, inventories.folder_of(inventory).name, hosts, yes=yes)
     return playbook.run(
         f"runbooks/{name}",
         inventory,
         limit=limit,
         check=check,
-        extra={**(extra or {}), "runbook_serial": serial, "runbook_max_fail": max_fail},
+        extra={**(extra or {}), "runbook_serial": batches, "runbook_max_fail": max_fail},
         force_unlock=force_unlock,
+        outside_window=outside_window,
+        resume=resume,
     )
+
+
+def in_batches(serial: str) -> list[str]:
+    """`--serial` as batches: one host first, the canary, then so many at a time; `100%` is all at once.
+
+    Raises UsageError for anything but a number of hosts or a percentage.
+    """
+    found = re.fullmatch(r"(\d+)(%?)", serial.strip())
+    if not found or not 0 < int(found[1]) <= (100 if found[2] else sys.maxsize):
+        raise UsageError(Problem("--serial", f'"{serial}" is no number of hosts (2) or percentage (25%)'))
+    return [serial] if serial in ("1", "100%") else ["1", serial]
+
+
+def plan_of(book: Runbook, hosts: Sequence[str], batches: Sequence[str], max_fail: int) -> Iterator[str]:
+    """What will happen, in the words of the header, and to which hosts in which order."""
+    yield f"{book.name}: {book.effect}"
+    yield f"  undo: {book.undo}"
+    yield f"  verified by: {book.verify}"
+    yield f"  expected: {book.duration}"
+    order = "all at once" if batches[0] == "100%" else f"{hosts[0]} first"
+    if len(hosts) > 1 and batches[0] != "100%":
+        order += f", then {batches[-1]} at a time; it stops when more than {max_fail} % failed"
+    yield f"  hosts: {len(hosts)}, {order}"
+
+
+def undo_of(name: str, folder: Path | None = None) -> str:
+    """The command that takes a runbook back; empty: there is none, or no such runbook (any more)."""
+    try:
+        undo = read((folder or FOLDER) / f"{name}.yml").undo
+    except (OSError, UsageError):
+        return ""
+    return undo if undo.startswith("invoke ") else ""
+
+
+def _show_served(inventory: str, limit: str | None) -> None:
+    """What is served there now, before somebody agrees to its end."""
+    from rich.console import Console
+
+    from bringup import looking, remote, report
+
+    rows = looking.status(looking.targets(inventory, limit))
+    remote.close_all()
+    Console(stderr=True, highlight=False).print(report.status_table(rows))
 
 
 def restart_variables(service: str | None, *, rolling: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from bringup import ROOT, __version__, redact
 from bringup.errors import Exit, Problem, UsageError, did_you_mean
-from bringup.events import Change, Failure, HostOutcome, Outcome, RoleOutcome
+from bringup.events import Change, Failure, HostOutcome, Outcome, RoleOutcome, Tally
 
 FOLDER = ROOT / "runs"
 SCHEMA_VERSION = 1
@@ -182,7 +182,7 @@ def finish(
             findings=outcome.findings,
             errors=outcome.errors,
             previous=_last_digest(base),
-            **more,
+            **{"notes": (*record.notes, *outcome.notes), **more},
         )
         finished = dataclasses.replace(finished, digest=digest_of(finished))
         write(finished, base)
@@ -400,6 +400,35 @@ def pid_alive(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+def birth_of(pid: int) -> str:
+    """The kernel's start time of a process, which tells it from a later one of the same number; "" where
+    there is no /proc.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def finished_hosts(record: RunRecord, folder: Path | None = None) -> list[str]:
+    """Hosts that came to their end in a run, also in one whose controller was killed before it could say so."""
+    hosts = record.hosts or _played(record, folder or FOLDER).hosts
+    return [name for name, host in hosts.items() if host.done]
+
+
+def _played(record: RunRecord, base: Path) -> Outcome:
+    """What the events of a run say that has no result."""
+    tally = Tally()
+    try:
+        lines = (base / record.id / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return tally.outcome()
+    for line in map(_json_or_none, lines):
+        if isinstance(line, dict):
+            tally.feed({"event": line.get("event"), "created": line.get("created"), "event_data": line})
+    return tally.outcome()
 
 
 def _alive(record: RunRecord) -> RunRecord:

@@ -1,0 +1,86 @@
+"""Words and verdicts of the lock on a node: who holds it, whether that run is over, whether it is time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bringup import runs, windows
+
+
+def identity(pid: int, playbooks: str = "") -> dict[str, Any]:
+    """Who runs what from where: `pid` is the run's process on this machine, `playbooks` its folder."""
+    birth, machine = runs.birth_of(pid), socket.gethostname()
+    playbook = next((word for word in _command(pid) if word.endswith((".yml", ".yaml"))), playbooks)
+    return {
+        "token": f"{machine}:{pid}:{birth}",
+        "id": os.environ.get("BRINGUP_RUN_ID", ""),
+        "by": os.environ.get("BRINGUP_BY") or runs.who(),
+        "commit": os.environ.get("BRINGUP_COMMIT", ""),
+        "where": runs.came_from(),
+        "machine": machine,
+        "pid": pid,
+        "birth": birth,
+        "playbook": Path(playbook).stem,
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return list(sys.argv)
+
+
+def is_gone(holder: Mapping[str, Any], machine: str) -> bool:
+    """Did this machine start that run, and is its process gone?"""
+    if holder.get("machine") != machine:
+        return False
+    pid = int(holder.get("pid") or 0)
+    if not runs.pid_alive(pid):
+        return True
+    born = str(holder.get("birth") or "")
+    return bool(born) and runs.birth_of(pid) not in ("", born)
+
+
+def closed(ranges: Sequence[str], now: datetime) -> str:
+    """Why nothing may be changed at this moment; empty: it may."""
+    if windows.is_open(ranges, now):
+        return ""
+    return (
+        f"It is {now:%a %H:%M} UTC, and this node is changed only in {', '.join(ranges)} "
+        "(node_change_windows). Wait, or say why it cannot: --outside-window REASON"
+    )
+
+
+def refusal(holder: Mapping[str, Any]) -> str:
+    """What an operator is told who finds the node held."""
+    return (
+        f"This node is held by {holder.get('by')} on {holder.get('where')} since {holder.get('since')} "
+        f"({holder.get('playbook')}{_run(holder)}, process {holder.get('pid')}); last sign of life "
+        f"{float(holder.get('idle_s') or 0):.0f} s ago. Wait for that run, or break its lock with "
+        "--force-unlock when it is certainly dead"
+    )
+
+
+def _run(holder: Mapping[str, Any]) -> str:
+    return f", run {holder['id']}" if holder.get("id") else ""
+
+
+def notes(answer: Mapping[str, Any], reason: str) -> list[str]:
+    """For the record: whose lock was taken over or broken, and why a change did not wait for its window."""
+    other = answer.get("other") or {}
+    told = {
+        "over": "Took over the lock of {by} ({playbook}, process {pid}, gone) from {since}.",
+        "forced": "Broke the lock of {by} on {where} from {since} (--force-unlock).",
+    }.get(str(answer.get("how")), "")
+    found = [told.format_map({**dict.fromkeys(("by", "playbook", "pid", "since", "where"), "?"), **other})]
+    if reason:
+        found.append(f"Outside of its change window: {reason}")
+    return [one for one in found if one]

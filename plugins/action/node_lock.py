@@ -1,0 +1,58 @@
+"""Who runs what, change windows, and runs of this controller that have ended: what the module cannot know."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+ROOT = str(Path(__file__).resolve().parents[2])
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+from bringup import holding  # noqa: E402 (the checkout must be on the path first)
+
+
+class ActionModule(ActionBase):
+    """`node_lock: {state: held}` as the first task of a play, `{state: released}` as its last."""
+
+    _supports_check_mode = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The lock's state. Fails, with words for the operator, when the node may not be changed now."""
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        known = task_vars or {}
+        if self._task.check_mode:
+            return {**result, "changed": False, "held": False}
+        # Workers are children of ansible-playbook: its life is the run's.
+        mine = holding.identity(os.getppid(), str(known.get("playbook_dir", "")))
+        if self._task.args.get("state") != "held":
+            return {**result, **self._module(mine, known)}
+        windows, reason = known.get("node_change_windows") or (), str(known.get("run_outside_window") or "")
+        closed = holding.closed(windows, datetime.now(UTC))
+        if closed and not reason:
+            return {**result, "failed": True, "msg": closed}
+        force = str(known.get("run_force_unlock", "")).lower() in ("true", "yes", "1")
+        answer = self._module(mine, known, force=force)
+        if answer.get("how") == "refused" and holding.is_gone(answer["other"], socket.gethostname()):
+            answer = self._module(mine, known, over=answer["other"]["token"])
+        if answer.get("failed"):
+            return {**result, **answer}
+        if answer.get("how") == "refused":
+            return {**result, "failed": True, "msg": holding.refusal(answer["other"])}
+        notes = holding.notes(answer, reason if closed else "")
+        return {**result, **answer, "bringup_notes": notes}
+
+    def _module(self, mine: Mapping[str, Any], known: dict[str, Any], **more: Any) -> dict[str, Any]:
+        arguments = {**self._task.args, "holder": dict(mine), **more}
+        answer: dict[str, Any] = self._execute_module(
+            module_name="node_lock", module_args=arguments, task_vars=known
+        )
+        answer.pop("invocation", None)
+        return answer

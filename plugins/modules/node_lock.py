@@ -1,0 +1,89 @@
+#!/usr/bin/python
+"""Holds a node for one run, and gives it back (`bringup/node/nodelock.py`)."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: node_lock
+short_description: Hold a node for one run, and give it back
+description:
+  - First task of every play that changes nodes, so that two runs never work on one node, whichever controller they
+    come from and whether C(invoke), plain C(ansible-playbook) or AWX started them.
+  - The action of the same name adds who runs what, refuses outside of the node's change windows, and takes over a lock
+    whose run has ended on this controller. It reads C(node_change_windows), C(run_outside_window) (why a change cannot
+    wait) and C(run_force_unlock) from the play's variables.
+  - Never counts as a change, and does nothing in check mode.
+options:
+  state:
+    description: C(held) or C(released).
+    type: str
+    choices: [held, released]
+    required: true
+  stamp:
+    description: Whether giving back also writes down on the node that the run has been here.
+    type: bool
+    default: true
+  holder:
+    description: Who runs what. The action fills it.
+    type: dict
+    default: {}
+  over:
+    description: Token of a run that is known to have ended. The action fills it.
+    type: str
+    default: ""
+  force:
+    description: Take the lock from anybody, which is written to C(/var/lib/bringup/audit.jsonl). The action fills it.
+    type: bool
+    default: false
+author: bringup
+"""
+
+RETURN = r"""
+held:
+  description: Whether the node is this run's now.
+  returned: success
+  type: bool
+how:
+  description: How the lock came to this run.
+  returned: state is held
+  type: str
+other:
+  description: The other run that holds it, or held it until now.
+  returned: state is held
+  type: dict
+"""
+
+from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
+from ansible.module_utils.bringup_node import nodelock  # noqa: E402
+
+
+def main() -> None:
+    """Take, renew or give back the lock."""
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["held", "released"], "required": True},
+            "stamp": {"type": "bool", "default": True},
+            "holder": {"type": "dict", "default": {}},
+            "over": {"type": "str", "default": ""},
+            "force": {"type": "bool", "default": False},
+        },
+        supports_check_mode=True,
+    )
+    given = module.params
+    holder = given["holder"]
+    if not holder.get("token"):
+        module.fail_json(msg="holder has no token: call it through the action of the same name")
+    try:
+        if given["state"] == "held":
+            taken = nodelock.hold(holder, over=given["over"], force=given["force"])
+            module.exit_json(changed=False, held=taken.held, how=taken.how, other=dict(taken.holder))
+        if nodelock.give_back(holder["token"]) and given["stamp"]:
+            names = ("id", "by", "commit", "playbook")
+            nodelock.stamp({name: holder.get(name, "") for name in names})
+    except (OSError, TimeoutError) as error:
+        module.fail_json(msg=f"the lock cannot be written: {error}")
+    module.exit_json(changed=False, held=False)
+
+
+if __name__ == "__main__":
+    main()
