@@ -462,6 +462,8 @@ def _environment() -> dict[str, str]:
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "ANSIBLE_NOCOLOR": "1",
         "ANSIBLE_RETRY_FILES_ENABLED": "0",
+        # ansible-runner turns the check of host keys off for whoever does not say that it stays on.
+        "ANSIBLE_HOST_KEY_CHECKING": "True",
         **({"ANSIBLE_CONFIG": str(config)} if config.is_file() else {}),
     }
 
