@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 256, 512
 """Tokens of a tuning load that does not say how many."""
+TUNNEL_SHARE = 0.05
+"""Of the time to a first token: a tunnel that takes more is said to."""
 SAMPLES_KEPT = 2000
 """Times of single requests that a result keeps for each load; a bigger load keeps every n-th."""
+OURS = "bringup"
+"""The load client of bringup.load."""
 COLUMNS = tuple("load|runs|median tok/s|P10|P90|min|max|CV|TTFT ms|TPOT ms|accept len|note".split("|"))
 
 
@@ -40,6 +44,7 @@ class Measured:
 
     `values`: metric (output_tok_s, total_tok_s, ttft_ms, tpot_ms, accept_length, accept_percent) -> one a
     run. `latencies_ms` and `request_tok_s` are of single requests. `cold`: whether each run was a cold one.
+    `output_tokens`: of all answers, as the server counted them. `client`: what sent the load.
     """
 
     load: bench.Load
@@ -53,6 +58,8 @@ class Measured:
     cache_hit_percent: float | None
     lag_ms: float
     notes: tuple[str, ...]
+    output_tokens: int = 0
+    client: str = OURS
 
     @property
     def summary(self) -> bench.Summary | None:
@@ -79,7 +86,7 @@ class Measured:
 @dataclass(frozen=True)
 class TargetResult:
     """All loads of a suite on one target. `fingerprint`: versions, flags, profile digest - whatever the
-    caller knows, as text.
+    caller knows, as text. `beside`: what was gathered beside the loads (bringup.beside), as plain data.
     """
 
     name: str
@@ -89,6 +96,7 @@ class TargetResult:
     engine_version: str
     measured: tuple[Measured, ...]
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def summaries(self) -> dict[str, bench.Summary]:
@@ -207,7 +215,10 @@ METRICS = ("output_tok_s", "total_tok_s", "ttft_ms", "tpot_ms", "accept_length",
 
 
 def measured_of(
-    series: bench.Series, lag_ms: float = 0.0, cache_hit_percent: float | None = None
+    series: bench.Series,
+    lag_ms: float = 0.0,
+    cache_hit_percent: float | None = None,
+    client: str = OURS,
 ) -> Measured:
     """What is kept of a series."""
     good = [request for run in series.runs for request in run.good]
@@ -227,6 +238,8 @@ def measured_of(
         cache_hit_percent=cache_hit_percent,
         lag_ms=round(lag_ms, 3),
         notes=tuple(notes),
+        output_tokens=sum(request.output_tokens for request in good),
+        client=client,
     )
 
 
@@ -322,6 +335,39 @@ def of_profile(expectations: Iterable[catalog.Expectation]) -> dict[str, bench.S
     return found
 
 
+def gates(result: BenchResult, compared: Against | None) -> tuple[str, ...]:
+    """The gates that a result does not pass, in words: every request is answered, every load gives a value,
+    and nothing is worse than what it is compared with."""
+    failed = []
+    for target in result.targets:
+        for item in target.measured:
+            if item.errors:
+                said = f"{item.errors} requests failed at {item.load.label}: {item.first_error}"
+                failed.append(f"{target.name}: {said}")
+            elif item.summary is None:
+                failed.append(f"{target.name}: no run gave a value at {item.load.label}")
+    if compared is not None and compared.verdict == "worse":
+        worse = [label for label, one in compared.comparisons.items() if one.verdict == "worse"]
+        failed.append(f"worse than before at {', '.join(worse)}")
+    return tuple(failed)
+
+
+def joined(parts: Sequence[BenchResult]) -> BenchResult:
+    """Results of the same suite on several targets, one after the other, as one. Raises ValueError for
+    none."""
+    if not parts:
+        raise ValueError("no results to join")
+    targets = tuple(target for part in parts for target in part.targets)
+    took = round(sum(part.took_s for part in parts), 3)
+    return BenchResult(parts[0].suite, parts[0].started, took, targets)
+
+
+def with_beside(result: BenchResult, beside: Mapping[str, Any]) -> BenchResult:
+    """A result of one target with what was gathered beside it."""
+    targets = tuple(dataclasses.replace(target, beside=dict(beside)) for target in result.targets)
+    return dataclasses.replace(result, targets=targets)
+
+
 # --- for tuning --------------------------------------------------------------------------------------------
 
 
@@ -391,6 +437,59 @@ def tables(result: BenchResult) -> list[Table]:
             table.add_row(*row)
         made.append(table)
     return made
+
+
+def beside_lines(target: TargetResult) -> list[str]:
+    """What was gathered beside the loads, a line each, for people."""
+    seen = target.beside
+    lines = [_log_line(seen["log"])] if seen.get("log") else []
+    lines += [_gpu_line(use) for use in seen.get("gpus") or ()]
+    if seen.get("locality"):
+        lines.append(_locality_line(seen["locality"]))
+    if (way := seen.get("tunnel_ms")) is not None:
+        lines.append(f"tunnel: adds {way:.2f} ms to a round trip{_weight(way, target.measured)}")
+    return [*lines, *(seen.get("notes") or ())]
+
+
+def _weight(way_ms: float, measured: Sequence[Measured]) -> str:
+    """How much of the shortest time to a first token the tunnel is, where that is much."""
+    firsts = [bench.summarise(item.values["ttft_ms"]).median for item in measured if item.values["ttft_ms"]]
+    share = way_ms / min(firsts) if firsts and min(firsts) > 0 else 0.0
+    return f", {share:.0%} of the shortest time to a first token" if share > TUNNEL_SHARE else ""
+
+
+def _log_line(log: Mapping[str, Any]) -> str:
+    named = (
+        ("decode", "decode_tok_s", " tok/s"),
+        ("P10", "decode_p10", " tok/s"),
+        ("prefill", "prefill_tok_s", " tok/s"),
+        ("accept length", "accept_length", ""),
+        ("accepted", "accept_percent", " %"),
+        ("graphs", "graph_percent", " %"),
+        ("cache hits", "cache_hit_percent", " %"),
+    )
+    said = [f"{word} {log[key]:,.4g}{unit}" for word, key, unit in named if log.get(key) is not None]
+    return f"engine log: {log['readings']} readings, {', '.join(said)}"
+
+
+def _gpu_line(use: Mapping[str, Any]) -> str:
+    named = (
+        ("used_gib_most", "{:.1f} GiB at most"),
+        ("free_gib", "{:.1f} GiB free"),
+        ("power_w", "{:.0f} W"),
+        ("temperature_c_most", "{:.0f} C at most"),
+        ("clock_mhz_p10", "clock P10 {:.0f} MHz"),
+        ("throttled_percent", "throttled {:.0f} % of the time"),
+    )
+    said = [form.format(use[key]) for key, form in named if use.get(key) is not None]
+    return f"GPU {use['index']}: {', '.join(said)}"
+
+
+def _locality_line(where: Mapping[str, Any]) -> str:
+    nodes = ", ".join(f"node {node} {size / 2**20:,.0f} MiB" for node, size in where["bytes_by_node"].items())
+    local = where.get("local_percent")
+    planned = f"; {local:.1f} % on the planned nodes {where['planned_nodes']}" if local is not None else ""
+    return f"memory of {where['processes']} processes: {nodes}{planned}"
 
 
 def verdict_table(found: Against) -> Table:

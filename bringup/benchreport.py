@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from bringup import bench
-from bringup.benching import COLUMNS, Against, BenchResult, Measured, TargetResult, rows
+from bringup.benching import COLUMNS, Against, BenchResult, Measured, TargetResult, beside_lines, rows
 
 WIDTH, HEIGHT = 720, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 190, 28, 48
@@ -23,6 +23,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: right; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+.wide { overflow-x: auto; } figure { margin: 1.5rem 0; } .note, li, h1, h2 { overflow-wrap: anywhere; }
 svg { width: 100%; max-width: 720px; height: auto; }
 svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
 svg .axis { stroke: currentColor; fill: none; } svg .grid { stroke: var(--line); fill: none; }
@@ -221,7 +222,8 @@ def page(
     ]
     body = [f"<h1>{escape(result.suite)}</h1>", f"<p>{escape(result.started)}, {result.took_s:.0f} s</p>"]
     for target in result.targets:
-        body += [f"<h2>{escape(target.name)}</h2>", _fingerprint(target), _table(COLUMNS, rows(target))]
+        body += [f"<h2>{escape(target.name)}</h2>", _fingerprint(target)]
+        body += [_table(COLUMNS, rows(target)), _beside(target)]
     if against is not None:
         body.append(_verdict(against))
     body += [f"<figure>{drawn}</figure>" for drawn in charts if drawn]
@@ -240,10 +242,16 @@ def _fingerprint(target: TargetResult) -> str:
     return f'<p class="note">{shown}</p>'
 
 
+def _beside(target: TargetResult) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in beside_lines(target))
+    return f"<ul>{lines}</ul>" if lines else ""
+
+
 def _table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
 def _verdict(found: Against) -> str:

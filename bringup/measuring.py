@@ -1,6 +1,7 @@
 """Loads on the servers of an inventory, through SSH tunnels, as a run with a record (I/O).
 
-The tunnel is OpenSSH's: one written in Python would be the bottleneck that it measures.
+The tunnel is OpenSSH's: one written in Python would be the bottleneck that it measures. What it adds to a
+round trip is measured before each suite and stands in the result.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bringup import fleet, looking, remote, runs
+from bringup import catalog, fleet, looking, playbook, remote, runs
+from bringup import inventory as inventories
+from bringup import plan as plans
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem, UsageError
 from bringup.events import Outcome
 from bringup.planned import HostPlan, Plan, Service
 
 if TYPE_CHECKING:
+    from bringup import suites
     from bringup.bench import Summary
     from bringup.benching import Against, BenchResult
     from bringup.load import Target
@@ -28,6 +32,9 @@ TUNNEL_LIMIT_S = 20.0
 POLL_S = 0.05
 PROFILE = "profile"
 """Says that a result is compared with what the profile's measurement promises."""
+RESULT = "bench.json"
+DIGEST = 12
+"""Hexadecimal digits of a digest that a fingerprint shows."""
 
 
 def run(
@@ -39,41 +46,99 @@ def run(
     against: str | None = None,
     say: Any = None,
 ) -> tuple[runs.RunRecord, BenchResult, Against | None]:
-    """Measures each chosen server in turn; result, comparison and page lie in the run's folder.
+    """Measures each chosen server in turn, with what is gathered beside it. `bench.json`, `bench.csv`,
+    `against.json` and `report.html` lie in the run's folder; the record ends as GATE when a gate failed.
 
-    `against`: `profile`, a run, or a file with a result. Raises UsageError for wrong names (before anything
-    runs).
+    `against`: `profile` or a profile's name, a run, or a file with a result. Raises UsageError for wrong
+    names (before anything runs).
     """
-    from bringup import benching, benchreport, suites
+    from bringup import benching, lock, suites
 
     suite = suites.load(suite_name)
     chosen = _chosen(inventory, limit, service)
     before = _before(against, chosen)
-    record = runs.begin(
-        "bench", Path(inventory).name, {"suite": suite_name, "limit": limit, "service": service}
-    )
+    place = inventories.folder_of(inventory).name
+    arguments = {"suite": suite_name, "limit": limit, "service": service, "against": against}
+    with playbook.signals(), lock.hold(place, f"bench {inventory}") as notes:
+        record = runs.begin("bench", place, {"inventory": inventory, **arguments}, notes=notes)
+        try:
+            parts = [measure(suite, *one, name=suite_name, say=say) for one in chosen]
+        except KeyboardInterrupt:
+            runs.finish(record, Exit.INTERRUPTED, Outcome())
+            raise
+        except Exception as error:
+            code = error.code if isinstance(error, BringupError) else Exit.INTERNAL
+            runs.finish(record, code, Outcome(errors=(str(error),)))
+            raise
+        finally:
+            remote.close_all()
+        result = benching.joined(parts)
+        compared = benching.against(*_paired(before, result)) if before else None
+        write(record.folder, result, compared)
+        failed = benching.gates(result, compared)
+        code = Exit.GATE if failed else Exit.DONE
+        return runs.finish(record, code, Outcome(errors=failed)), result, compared
+
+
+def measure(
+    suite: suites.Suite, host: fleet.Host, planned: HostPlan, service: Service, *, name: str, say: Any = None
+) -> BenchResult:
+    """A suite on one server, with what was gathered beside it. Raises HostUnreachable, or UsageError when
+    the server does not answer."""
+    from bringup import benching, beside
+
+    known = catalog.lazy()
+    engine = known.engine(known.profile(service.profile).engine)
+    with (
+        beside.watched(host, planned, service, engine.log.format) as seen,
+        target(host, planned, service) as reached,
+    ):
+        digest = plans.digest_of(known.profile(service.profile).model_dump(mode="json"))
+        prints = {reached.name: {**seen.fingerprint, "profile digest": digest[:DIGEST]}}
+        if not host.local:
+            seen.tunnel_ms = tunnel_ms(host, service, reached, seen.notes)
+        result = benching.run_suite(
+            suite, [reached], name=name, fingerprints=prints, say=say or (lambda line: None)
+        )
+    return benching.with_beside(result, seen.as_json())
+
+
+def tunnel_ms(host: fleet.Host, service: Service, reached: Target, notes: list[str]) -> float | None:
+    """What the way through the tunnel adds to a round trip: median milliseconds of a health request from
+    here, less the same from the node itself. None, and the reason in `notes`, when it cannot be had."""
+    from bringup import beside
+    from bringup.node.beside import trip_ms
+
+    path = service.endpoints.health
     try:
-        with ExitStack() as stack:
-            targets = [stack.enter_context(target(host, planned, one)) for host, planned, one in chosen]
-            result = benching.run_suite(
-                suite,
-                targets,
-                name=suite_name,
-                fingerprints=_fingerprints(chosen),
-                say=say or (lambda line: None),
-            )
-    except KeyboardInterrupt:
-        runs.finish(record, Exit.INTERRUPTED, Outcome())
-        raise
-    except Exception as error:
-        code = error.code if isinstance(error, BringupError) else Exit.INTERNAL
-        runs.finish(record, code, Outcome(errors=(str(error),)))
-        raise
-    compared = benching.against(before, _summaries(result)) if before else None
-    runs.write_private(record.folder / "result.json", json.dumps(result.as_json(), indent=1) + "\n")
-    runs.write_private(record.folder / "report.html", benchreport.page(result, against=compared))
-    worse = compared is not None and compared.verdict == "worse"
-    return runs.finish(record, Exit.FAILED if worse else Exit.DONE, Outcome()), result, compared
+        there = beside.look(host, {"what": "trip", "service": service.name, "path": path})
+        if "trip_ms" not in there:
+            raise OSError(there.get("error", "no answer"))
+        name, port, _ = reached.address
+        return round(max(0.0, trip_ms(name, port, path) - float(there["trip_ms"])), 3)
+    except (OSError, BringupError) as error:
+        notes.append(f"what the tunnel costs is not known: {error}")
+        return None
+
+
+def write(
+    folder: Path,
+    result: BenchResult,
+    compared: Against | None = None,
+    ladder: Sequence[tuple[str, float]] = (),
+) -> None:
+    """A result's files in a run's folder."""
+    from bringup import benching, benchreport
+
+    files = {
+        "bench.json": json.dumps(result.as_json(), indent=1) + "\n",
+        "bench.csv": benching.as_csv(result),
+        "report.html": benchreport.page(result, against=compared, ladder=ladder),
+    }
+    if compared is not None:
+        files["against.json"] = json.dumps(compared.as_json(), indent=1) + "\n"
+    for name, text in files.items():
+        runs.write_private(folder / name, text)
 
 
 @contextmanager
@@ -161,8 +226,6 @@ def _key(host: fleet.Host, service: Service) -> str:
 def _chosen(
     inventory: str, limit: str | None, service: str | None
 ) -> list[tuple[fleet.Host, HostPlan, Service]]:
-    from bringup import plan as plans
-
     plan: Plan = plans.load(inventory)
     names = fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
     found = [
@@ -178,47 +241,53 @@ def _chosen(
     return found
 
 
-def _fingerprints(chosen: Sequence[tuple[fleet.Host, HostPlan, Service]]) -> dict[str, dict[str, str]]:
-    """What a result must name to be comparable: platform, profile and the environment's digest."""
-    found = {}
-    for _, planned, service in chosen:
-        digests = [one.digest[:12] for one in planned.environments if one.name == service.env_name]
-        found[f"{planned.name} {service.name}"] = {
-            "platform": planned.platform,
-            "profile": service.profile,
-            "environment": digests[0] if digests else "",
-        }
-    return found
-
-
-def _summaries(result: BenchResult) -> dict[str, Summary]:
-    """The first target's loads by label: comparisons are of one server."""
-    first = result.targets[0]
-    return {item.load.label: item.summary for item in first.measured if item.summary is not None}
-
-
 def _before(
     against: str | None, chosen: Sequence[tuple[fleet.Host, HostPlan, Service]]
-) -> Mapping[str, Summary]:
-    from bringup import benching, catalog
+) -> dict[str, Mapping[str, Summary]]:
+    """What to compare with, by target; {} for nothing."""
+    from bringup import benching
 
     if against is None:
         return {}
-    if against == PROFILE:
-        profile = catalog.lazy().profile(chosen[0][2].profile)
-        found = benching.of_profile(profile.expectations)
-        if not found:
+    known = catalog.lazy()
+    if against == PROFILE or against in known.names("profiles"):
+        names = {
+            f"{planned.name} {one.name}": one.profile if against == PROFILE else against
+            for _, planned, one in chosen
+        }
+        found = {key: benching.of_profile(known.profile(name).expectations) for key, name in names.items()}
+        lacking = sorted({names[key] for key, loads in found.items() if not loads})
+        if lacking:
             raise UsageError(
-                Problem("--against", f"profile {chosen[0][2].profile} has no measurement of its own")
+                [
+                    Problem(
+                        "--against", f"profile {name} has no measurement of its own", "Name a run instead"
+                    )
+                    for name in lacking
+                ]
             )
-        return found
+        return dict(found)
     path = Path(against)
     if not path.is_file():
-        path = runs.find(against).folder / "result.json"
+        path = runs.find(against).folder / RESULT
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         raise UsageError(
             Problem("--against", f"{path.name} of {against} is not there; is it a bench?")
         ) from None
-    return _summaries(benching.read_result(text, str(path)))
+    return {target.name: target.summaries for target in benching.read_result(text, str(path)).targets}
+
+
+def _paired(
+    before: Mapping[str, Mapping[str, Summary]], result: BenchResult
+) -> tuple[dict[str, Summary], dict[str, Summary]]:
+    """Loads of both, under the same names: by target and load; one target on either side is the same."""
+    now = {target.name: target.summaries for target in result.targets}
+    if len(now) == len(before) == 1:
+        return dict(next(iter(before.values()))), dict(next(iter(now.values())))
+    first, second = (
+        {f"{target}: {label}": summary for target, loads in side.items() for label, summary in loads.items()}
+        for side in (before, now)
+    )
+    return first, second

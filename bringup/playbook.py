@@ -505,6 +505,8 @@ def _environment(run_id: str) -> dict[str, str]:
         "BRINGUP_COMMIT": runs.commit(),
         "ANSIBLE_NOCOLOR": "1",
         "ANSIBLE_RETRY_FILES_ENABLED": "0",
+        # ansible-runner turns the check of host keys off for whoever does not say that it stays on.
+        "ANSIBLE_HOST_KEY_CHECKING": "True",
         **({"ANSIBLE_CONFIG": str(config)} if config.is_file() else {}),
     }
 

@@ -468,18 +468,23 @@ def show_plan(plan: Plan, limit: str | None, *, units: bool = False, as_json: bo
 def show_bench(
     record: RunRecord, result: BenchResult, compared: Against | None, *, as_json: bool = False
 ) -> Exit:
-    """The measured loads and the verdict; FAILED when it is worse than what it is compared with."""
+    """The measured loads, what was seen beside them, and the verdict; GATE when a gate failed."""
     from bringup import benching
 
     if as_json:
-        verdict = {"verdict": compared.verdict} if compared else {}
-        print_json({**result.as_json(), "run": record.id, **verdict})
+        verdict = {"verdict": compared.verdict, "against": compared.as_json()} if compared else {}
+        gates = {"run": record.id, "failed_gates": list(record.errors)}
+        print_json({**result.as_json(), **gates, **verdict})
     else:
         out = console()
-        for one in benching.tables(result):
+        for one, target in zip(benching.tables(result), result.targets, strict=True):
             out.print(one)
+            for line in benching.beside_lines(target):
+                out.print(f"  {line}", markup=False)
         if compared is not None:
             out.print(benching.verdict_table(compared))
+        for gate in record.errors:
+            out.print(f"Gate failed: {gate}", style="red", markup=False)
         out.print(f"Page: runs/{record.id}/report.html")
     return Exit(record.exit_code if record.exit_code is not None else Exit.INTERNAL)
 

@@ -1,4 +1,5 @@
-"""Model files on the controller: where they are, and how a small lab model is made."""
+"""Model files as the controller sees them: who has which, in what order they go from node to node, and how a
+small lab model is made here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,44 @@ def _run(script: Path, folder: Path) -> None:
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         raise HostFailed(Problem(str(script), f"ended with {done.returncode}: {last[0]}"))
+
+
+# --- from node to node --------------------------------------------------------------------------------------
+
+READY_SERVERS = 2
+"""Nodes that have the model already and serve it to those that lack it."""
+
+
+def readiness(
+    model: Mapping[str, Any], host: str, hostvars: Mapping[str, Any], playing: Sequence[str], seen: str
+) -> dict[str, bool]:
+    """Host -> has it the model? For the hosts of the model's chain that play and were looked at.
+
+    `seen`: the variable that holds the results of looking, one a model. A model without a chain has only
+    `host` itself in it.
+    """
+    found = {}
+    for name in model.get("chain") or (host,):
+        if name in playing:
+            for row in (hostvars[name].get(seen) or {}).get("results", ()):
+                if row["item"]["name"] == model["name"] and "ready" in row:
+                    found[name] = bool(row["ready"])
+    return found
+
+
+def place(host: str, ready: Mapping[str, bool], hostvars: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """A host's place in the chain: `before` (addresses to follow, nearest first) and `allowed`.
+
+    The order is the inventory's: those that lack the model one after the other, behind those that have it. A
+    host that has it and is not needed as a server has no place (None).
+    """
+    if host not in ready:
+        return {"before": [], "allowed": []}
+    lacking = [name for name, has in ready.items() if not has]
+    serving = [name for name, has in ready.items() if has][:READY_SERVERS] if lacking else []
+    if host not in (*lacking, *serving):
+        return None
+    order = [*serving, *lacking]
+    before = order[: order.index(host)][::-1] if host in lacking else []
+    addresses = {name: str(hostvars[name].get("ansible_host") or name) for name in order}
+    return {"before": [addresses[name] for name in before], "allowed": [addresses[name] for name in order]}

@@ -85,7 +85,7 @@ GPU_DEVICES = (
 
 _CALENDAR_WORDS = frozenset(
     "minutely hourly daily weekly monthly yearly annually quarterly semiannually "
-    "mon tue wed thu fri sat sun".split()  # noqa: SIM905 (sixteen quoted words are no better)
+    "mon tue wed thu fri sat sun".split()
 )
 _PLAIN = re.compile(r"^[A-Za-z0-9_@+=:,./-]+$")
 
@@ -177,7 +177,7 @@ def _unit(*sections: tuple[str, Sequence[str | None]]) -> str:
 
 
 def start_limit_s(service: Service) -> int:
-    """The window in which START_LIMIT_BURST failed starts end the tries: all of them, however slow, fit in."""
+    """The window in which START_LIMIT_BURST failed starts end the tries: all, however slow, fit in."""
     longest = 2 * service.start_timeout_s + GATE_MARGIN_S + service.stop_timeout_s + RESTART_S
     return (START_LIMIT_BURST + 1) * longest
 
@@ -368,7 +368,7 @@ def calendar(expression: str) -> str:
 
 
 def restart_timer_text(service: Service) -> str:
-    """When the server is restarted: the plan's calendar, spread so that each host has its own, stable moment."""
+    """When the server is restarted: the plan's calendar, spread so that each host has its own moment."""
     if service.restart.calendar is None:
         raise ValueError(f"{service.name} is not restarted on schedule")
     unit = [f"Description=Schedule for {value(restart_unit(service))}"]
@@ -384,7 +384,7 @@ def restart_timer_text(service: Service) -> str:
 
 
 def lease_unit_text() -> str:
-    """The listener that peers ask before one of them restarts a server (its address is in its settings file)."""
+    """The listener that peers ask before one of them restarts a server (its settings hold its address)."""
     unit = [
         "Description=One server of a group restarts at a time: this node's say",
         "Wants=network-online.target",

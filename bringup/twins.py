@@ -293,9 +293,9 @@ def _environment(planned: PlannedEnvironment, engine: str, version: str) -> Plan
 # --- models -------------------------------------------------------------------------------------------------
 
 
-def model_files(model: PlannedModel) -> dict[str, bytes]:
+def model_files(model: PlannedModel, context: int | None = None) -> dict[str, bytes]:
     """The files of a stand-in for a model: its headers are whole and say what the plan expects, weights are
-    a few bytes."""
+    a few bytes. `context`: tokens that the model is said to take."""
     if model.entry != model.folder:
         return {Path(model.entry).name: _gguf(model.name)}
     expects = model.expects
@@ -313,6 +313,8 @@ def model_files(model: PlannedModel) -> dict[str, bytes]:
         for part in above:
             here = here.setdefault(part, {})
         here[last] = value
+    if context:
+        config["max_position_embeddings"] = context
     config["stand_in"] = f"of {model.name}, made for a twin"
     return {
         "config.json": _json(config),
@@ -351,8 +353,14 @@ def _gguf(name: str) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair
 
 
-def _model(planned: PlannedModel) -> PlannedModel:
-    files = model_files(planned)
+def context_of(model: PlannedModel, host: HostPlan) -> int | None:
+    """Tokens that a host's services want of a model."""
+    wanted = [one.context_tokens for one in host.services if one.model == model.name and one.context_tokens]
+    return max(wanted, default=None)
+
+
+def _model(planned: PlannedModel, context: int | None) -> PlannedModel:
+    files = model_files(planned, context)
     digest = hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()[:12]
     rows = tuple(
         ModelFile(path, len(content), hashlib.sha256(content).hexdigest()) for path, content in files.items()
@@ -407,7 +415,7 @@ def _host(host: HostPlan, arch: str) -> HostPlan:
         arch=machine if host.arch != "any" else host.arch,
         services=services,
         environments=environments,
-        models=tuple(model if model.made_by else _model(model) for model in host.models),
+        models=tuple(model if model.made_by else _model(model, context_of(model, host)) for model in host.models),
         expected=expected,
     )
 
@@ -543,7 +551,7 @@ def write_stand_ins(real: Plan, stood_in: Plan) -> None:
             write(ROOT / lock, text.encode())
         for model, twin_model in zip(host.models, twin_host.models, strict=True):
             if twin_model is not model and not model.made_by:
-                for path, content in model_files(model).items():
+                for path, content in model_files(model, context_of(model, host)).items():
                     write(ROOT / twin_model.sources[0].locator / path, content)
 
 
@@ -565,16 +573,17 @@ def start(twins: Sequence[Twin], plan: Plan, chosen: Mapping[str, Sequence[Fault
 
     hosts = {host.name: host for host in plan.hosts}
     healthy = {twin.name: hardware(hosts[twin.host], twin.name, twin.arch) for twin in twins}
+    who = {twin.name: identity(twin, hosts[twin.host], healthy[twin.name]) for twin in twins}
     for name, made in healthy.items():
         write(FOLDER / "nodes" / name / "hardware.json", _json(made))
     engine = lab.ensure_engine(say)
-    strangers = [twin.name for twin in twins if _wears_another(engine, twin, healthy[twin.name])]
+    strangers = [twin.name for twin in twins if _wears_another(engine, twin.name, who[twin.name])]
     if strangers:
         lab.down(strangers, say)
     for arch in sorted({twin.arch for twin in twins}):
         packages = archive.build(FOLDER, arch)
         these = [twin for twin in twins if twin.arch == arch]
-        extra = {twin.name: container_arguments(twin, packages, healthy[twin.name]) for twin in these}
+        extra = {twin.name: container_arguments(twin.name, packages, who[twin.name]) for twin in these}
         lab.up([twin.name for twin in these], say, arch=arch, extra=extra)
 
     def ready(twin: Twin) -> None:
@@ -603,23 +612,30 @@ def on(engine: Any, name: str, program: str, *words: str) -> str:
     return str(done.stdout)
 
 
-def identity(twin: Twin, healthy: Mapping[str, Any]) -> str:
+def identity(twin: Twin, host: HostPlan, healthy: Mapping[str, Any]) -> str:
     """What a container was born as; another identity needs another container."""
-    born = {"host": twin.host, "arch": twin.arch, "platform": healthy["platform"], "driver": healthy.get("driver")}
+    born = {
+        "host": twin.host,
+        "arch": twin.arch,
+        "platform": host.platform,
+        "driver": healthy.get("driver"),
+        # A stand-in engine lies where the real one would, under a name that does not tell its own versions.
+        "environments": sorted(one.digest for one in host.environments),
+    }
     return hashlib.sha256(json.dumps(born, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _wears_another(engine: Any, twin: Twin, healthy: Mapping[str, Any]) -> bool:
-    label = engine.tries("inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', twin.name)
-    return label.returncode == 0 and label.stdout.strip() != identity(twin, healthy)
+def _wears_another(engine: Any, name: str, who: str) -> bool:
+    label = engine.tries("inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', name)
+    return label.returncode == 0 and label.stdout.strip() != who
 
 
-def container_arguments(twin: Twin, packages: Path, healthy: Mapping[str, Any]) -> list[str]:
+def container_arguments(name: str, packages: Path, who: str) -> list[str]:
     """Arguments of `docker run` for a twin, beside those of every node."""
     mounts = (
         (SOURCES / "node", ON_NODE),
         (SOURCES / "node" / "init", "/etc/node-fake/init"),
-        (FOLDER / "nodes" / twin.name, "/etc/twin"),
+        (FOLDER / "nodes" / name, "/etc/twin"),
         (FOLDER / "wheels", WHEELS),
         (packages, "/opt/twin/archive"),
     )
@@ -627,7 +643,7 @@ def container_arguments(twin: Twin, packages: Path, healthy: Mapping[str, Any]) 
     return [
         *(word for source, target in mounts for word in ("--volume", f"{source}:{target}:ro")),
         *("--security-opt", f"seccomp={SOURCES / 'seccomp-numa.json'}"),
-        *("--label", f"{LABEL}={identity(twin, healthy)}"),
+        *("--label", f"{LABEL}={who}"),
     ]
 
 

@@ -78,7 +78,7 @@ class Phases:
         return len(self.seen) == len(self.patterns)
 
     def table(self, started: float, marks: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Phases in the order of their end, each with its own seconds: markers of the log and our own marks."""
+        """Phases in the order of their end, each with its own seconds: the log's markers and our marks."""
         first = min(marks.values(), default=0.0)
         # A line written before the first token may be seen just after it.
         seen = {name: first if first < at <= first + 2 * LOG_POLL_S else at for name, at in self.seen.items()}
@@ -141,7 +141,7 @@ def warm_up_prompt(tokens: int, number: int) -> str:
 
 
 def warm_up(service: Mapping[str, Any], until: float, key: str | None) -> int:
-    """Send the warm-up set; how many requests were answered. Raises NoAnswer when one is not, or time is up."""
+    """Send the warm-up set; how many were answered. Raises NoAnswer when one is not, or time is up."""
     sent = 0
     for step in service["warm_up"]:
         count = int(step["concurrent"])

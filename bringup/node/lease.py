@@ -239,7 +239,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """What was granted and given back to the journal; a node that waits asks too often for a line each."""
+        """What was granted and given back, to the journal; who waits asks too often for a line each."""
         if getattr(self, "command", None) == "POST" and str(HTTPStatus.OK.value) in map(str, arguments):
             say(f"{self.client_address[0]} {format % arguments}")
 

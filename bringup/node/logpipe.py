@@ -73,6 +73,7 @@ class Log:
     def __init__(self, folder: Path, size_bytes: int, age_s: float, keep: int) -> None:
         self.folder, self.size_bytes, self.age_s, self.keep = folder, size_bytes, age_s, keep
         self.work: threading.Thread | None = None
+        self.lock, self.again, self.busy = threading.Lock(), False, False
         self.dropped = 0
         self.file = -1
         for part in folder.glob("*.gz.part"):
@@ -97,10 +98,12 @@ class Log:
         if path is None:
             number = max(map(self._number, self.files()), default=0) + 1
             path = self.folder / f"engine-{number:06d}-{stamp(now)}.log"
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        if self.file >= 0:
-            os.close(self.file)
-        self.file, self.path = handle, path
+        with self.lock:
+            # Never may the compressing thread see a new file that is not yet known as the one being written.
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            old, self.file, self.path = self.file, handle, path
+        if old >= 0:
+            os.close(old)
         self.size = os.fstat(handle).st_size
         self.ends_line = self.size == 0 or last_byte(path) == b"\n"
         match = NAME.match(path.name)
@@ -115,13 +118,11 @@ class Log:
             beside.symlink_to(self.path.name)
             beside.replace(self.folder / LINK)
 
-    def due(self, more: int = 0) -> bool:
-        """Is the newest file too old, or too large once `more` bytes are added? Not while it is empty or in
-        mid-line.
-        """
+    def due(self) -> bool:
+        """Is the newest file full or too old? Not while it is empty or in mid-line."""
         if self.size == 0 or not self.ends_line:
             return False
-        return self.size + more > self.size_bytes or time.time() - self.opened >= self.age_s
+        return self.size >= self.size_bytes or time.time() - self.opened >= self.age_s
 
     def rotate(self) -> bool:
         """Begin a new file; the old one is compressed in the background. False: not now (in mid-line, or no
@@ -139,9 +140,27 @@ class Log:
         return True
 
     def write(self, data: bytes) -> None:
-        """Append lines; a full disk costs these lines (counted), not the engine."""
-        if self.due(len(data)):
-            self.rotate()
+        """Append lines, cut where a file is full; a full disk costs these lines (counted), not the engine."""
+        while data:
+            if self.due():
+                self.rotate()
+            end = self._fits(data)
+            if end == 0 and self.rotate():
+                continue
+            # No cut now: a line that is longer than a file, or one that has begun in this file.
+            end = end or data.find(b"\n") + 1 or len(data)
+            self._put(data[:end])
+            data = data[end:]
+
+    def _fits(self, data: bytes) -> int:
+        """Bytes of `data` (whole lines) that this file takes; 0: it is full. An empty file takes one line."""
+        room = self.size_bytes - self.size
+        if len(data) <= room:
+            return len(data)
+        fitting = data.rfind(b"\n", 0, max(0, room)) + 1
+        return fitting if fitting or self.size else data.find(b"\n") + 1 or len(data)
+
+    def _put(self, data: bytes) -> None:
         if self.dropped:
             note = f"bringup: {self.dropped} lines were dropped, the log could not be written\n".encode()
             if not self._append(note):
@@ -167,20 +186,30 @@ class Log:
 
     def tidy(self) -> None:
         """Compress what is complete and drop what is over `keep`, in a thread; one at a time."""
-        if self.work and self.work.is_alive():
-            return
+        with self.lock:
+            self.again = True
+            if self.busy:
+                return
+            self.busy = True
         self.work = threading.Thread(target=self._tidy, name="compress", daemon=True)
         self.work.start()
 
     def _tidy(self) -> None:
-        while todo := [path for path in self.files() if path.suffix == ".log" and path != self.path]:
-            for path in todo:
-                try:
+        while self._asked_again():
+            for path in self._complete():
+                # What cannot be compressed now (full disk) is tried again after the next cut.
+                with suppress(OSError):
                     compress(path)
-                except OSError:
-                    return
             self._drop()
-        self._drop()
+
+    def _complete(self) -> list[Path]:
+        with self.lock:
+            return [path for path in self.files() if path.suffix == ".log" and path != self.path]
+
+    def _asked_again(self) -> bool:
+        with self.lock:
+            self.busy, self.again = self.again, False
+            return self.busy
 
     def _drop(self) -> None:
         old = [path for path in self.files() if path.suffix == ".gz"]
@@ -188,7 +217,7 @@ class Log:
             path.unlink(missing_ok=True)
 
     def close(self, wait_s: float = COMPRESS_WAIT_S) -> None:
-        """Write out, and give the compressing thread `wait_s`; what it does not finish, the next start does."""
+        """Write out, and give the compressing thread `wait_s`; the next start does what it leaves."""
         with suppress(OSError):
             os.fsync(self.file)
         if self.work:
@@ -283,8 +312,10 @@ class Pump:
         if self.rest and time.monotonic() - self.since > PARTIAL_S:
             self.flush()
         if self.asked.cut:
-            # In mid-line the cut stays asked for, and comes with the line's end.
-            self.asked.cut = not self.log.rotate()
+            # In mid-line the cut stays asked for, and comes with the line's end. Cleared before: a signal
+            # that comes meanwhile is not lost.
+            self.asked.cut = False
+            self.asked.cut = not self.log.rotate() or self.asked.cut
         elif self.log.due():
             self.log.rotate()
 
@@ -300,7 +331,7 @@ class Pump:
 
 
 def open_source(fifo: str | None) -> int:
-    """File descriptor 3 from the socket unit, or a FIFO by name (kept open for writing too: it never ends)."""
+    """File descriptor 3 from the socket unit, or a FIFO by name (open for writing too: it never ends)."""
     if fifo:
         handle = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     elif os.environ.get("LISTEN_FDS") == "1":
@@ -314,7 +345,7 @@ def open_source(fifo: str | None) -> int:
 
 
 def secrets_of(folder: str | None) -> list[bytes]:
-    """The values of the unit's credentials, longest first; values shorter than 8 bytes would hide too much."""
+    """The values of the unit's credentials, longest first; ones below 8 bytes would hide too much."""
     values = [path.read_bytes().strip() for path in Path(folder).iterdir()] if folder else []
     return sorted((value for value in values if len(value) >= 8), key=len, reverse=True)
 

@@ -18,6 +18,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -356,7 +357,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers one request."""
         allowed: frozenset[str] = self.server.allowed  # type: ignore[attr-defined]
-        if allowed and self.client_address[0] not in allowed:
+        if allowed and self.client_address[0].removeprefix("::ffff:") not in allowed:
             self._plain(403, b"")
             return
         kind, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
@@ -405,6 +406,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.relay.asked = time.monotonic()
 
 
+def addresses_of(name: str) -> list[str]:
+    """The addresses behind a name (an address is its own); none when it cannot be resolved."""
+    try:
+        return sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
 class Server(ThreadingHTTPServer):
     """Serves one relay; `allowed` are the addresses that may ask (empty: all)."""
 
@@ -412,9 +421,10 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], relay: Relay, allowed: Sequence[str] = ()) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
         self.relay = relay
-        self.allowed = frozenset(allowed)
+        self.allowed = frozenset(number for name in allowed for number in addresses_of(name))
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A follower that goes away is its own affair."""

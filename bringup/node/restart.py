@@ -247,7 +247,7 @@ def keep(service: Mapping[str, Any], result: Mapping[str, Any], reason: str) -> 
 
 
 def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The whole restart; its record, with outcome "done" or "failed". Raises Refusal when nothing was done."""
+    """The whole restart; its record (outcome "done" or "failed"). Raises Refusal when nothing was done."""
     key, began = common.key_of(service), time.monotonic()
     settings, group = settings_of(service["name"])
     state = common.unit_state(f"{service['unit']}.service", ("ActiveState",))["ActiveState"]

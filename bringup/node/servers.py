@@ -76,7 +76,7 @@ def started(service: Mapping[str, Any], since: float) -> dict[str, Any]:
 
 
 def reason(service: Mapping[str, Any], said: str) -> str:
-    """Why a server did not come up: what its start kept, else what systemd said and the journal's last lines."""
+    """Why a server did not come up: what its start kept, else systemd's and the journal's last lines."""
     kept = read(STARTS / f"{service['unit']}.json")
     if kept.get("outcome") in ("refused", "failed") and kept.get("why"):
         return str(kept["why"])

@@ -1,4 +1,4 @@
-"""Plan -> variables of role `log_rotation`: one FIFO and one log service for each server that logs to files."""
+"""Plan -> variables of role `log_rotation`: a FIFO and a log service for each server that logs to files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bringup.rolevars import entries
 
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
-    """`log_rotation_services`: names; `log_rotation_files`: entries for `node_files`; `log_rotation_units`."""
+    """`log_rotation_services` (names), `_files` (for `node_files`), `_units` and `_keys`."""
     services = [service for service in host.services if service.logs.mode == "file"]
     files = [entries.folder(str(systemd.LOGS)), *entries.library(("logpipe",))] if services else []
     for service in services:

@@ -10,7 +10,21 @@ from bringup.planned import HostPlan, Plan, PlannedModel
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
     """`model_store_models`: one row a model, with its lock."""
-    return {"model_store_models": [row(model) for model in host.models]}
+    return {"model_store_models": [{**row(model), "chain": chain(model, plan)} for model in host.models]}
+
+
+def chain(model: PlannedModel, plan: Plan) -> list[str]:
+    """The hosts that need the same files, in the inventory's order; they hand them on to each other.
+
+    A model that the controller makes is small and goes to each node from there.
+    """
+    if model.made_by:
+        return []
+    return [
+        other.name
+        for other in plan.hosts
+        if any(one.folder == model.folder and one.files == model.files for one in other.models)
+    ]
 
 
 def row(model: PlannedModel) -> dict[str, Any]:

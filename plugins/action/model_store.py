@@ -21,7 +21,8 @@ from bringup.node.store import incoming_name  # noqa: E402
 
 
 class ActionModule(ActionBase):
-    """The options of the module `model_store`; `model` may hold `made_by` besides."""
+    """The options of the module `model_store`; besides, `model` may hold `made_by` and `chain` (host names),
+    `seen` names the variable that holds what was seen on each host, and `port` is that of the relays."""
 
     TRANSFERS_FILES = True
     _supports_check_mode = True
@@ -29,28 +30,38 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """The module's result; `fetched` holds what was sent too."""
         result: dict[str, Any] = super().run(tmp, task_vars)
-        first = self._ask(task_vars)
-        if first.get("failed") or not first.get("send") or self._task.check_mode:
+        task_vars = task_vars or {}
+        arguments = dict(self._task.args)
+        seen, port = arguments.pop("seen", None), int(arguments.pop("port", 0))
+        if seen:
+            host, known = task_vars["inventory_hostname"], task_vars["hostvars"]
+            ready = stores.readiness(arguments["model"], host, known, task_vars["ansible_play_hosts"], seen)
+            place = stores.place(host, ready, known)
+            if place is None:
+                return {**result, "changed": False, "ready": True, "faults": {}, "fetched": []}
+            if len(ready) > 1:
+                arguments["chain"] = {**place, "port": port}
+        first = self._ask(arguments, task_vars)
+        if first.get("failed") or not first.get("send") or arguments.get("look") or self._task.check_mode:
             return {**result, **first}
         try:
-            self._send(first["send"], first["incoming"])
+            self._send(arguments["model"], first["send"], first["incoming"])
         except BringupError as error:
             return {**result, "failed": True, "msg": str(error)}
-        second = self._ask(task_vars)
+        second = self._ask(arguments, task_vars)
         if not second.get("failed"):
             second.update(changed=True, faults=first["faults"], diff=first.get("diff", {}))
         return {**result, **second}
 
-    def _ask(self, task_vars: dict[str, Any] | None) -> dict[str, Any]:
+    def _ask(self, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._execute_module(
-            module_name="model_store", module_args=dict(self._task.args), task_vars=task_vars
+            module_name="model_store", module_args=arguments, task_vars=task_vars
         )
         answer.pop("invocation", None)
         return answer
 
-    def _send(self, paths: list[str], incoming: str) -> None:
+    def _send(self, model: dict[str, Any], paths: list[str], incoming: str) -> None:
         """Raises BringupError when the controller has not the right files."""
-        model = self._task.args["model"]
         folder = stores.controller_folder(model, paths)
         places = {file["path"]: index for index, file in enumerate(model["files"])}
         for path in paths:

@@ -17,6 +17,28 @@ options:
     description: Name, folder, files (path, size, sha256), sources (kind, locator) and expectations.
     type: dict
     required: true
+  look:
+    description: Say what is wrong and do nothing.
+    type: bool
+    default: false
+  chain:
+    description: The node's place in a chain of nodes that hand the model on, see C(bringup/node/chain.py).
+    type: dict
+    suboptions:
+      before:
+        description: Addresses of the nodes to follow, nearest first; none for the head.
+        type: list
+        elements: str
+        required: true
+      allowed:
+        description: Addresses that may ask this node.
+        type: list
+        elements: str
+        required: true
+      port:
+        description: Port of the relays.
+        type: int
+        required: true
   verify:
     description: How closely files that were verified before are looked at.
     type: str
@@ -71,9 +93,10 @@ incoming:
 """
 
 import os  # noqa: E402 (documentation comes first)
+from typing import Any  # noqa: E402
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible.module_utils.bringup_node import download, store  # noqa: E402
+from ansible.module_utils.bringup_node import chain, download, store  # noqa: E402
 
 MIB = 1024 * 1024
 
@@ -84,11 +107,35 @@ def login_uid() -> int | None:
     return int(given) if given.isdigit() else None
 
 
+def act(given: dict[str, Any], access: store.Access, check_only: bool) -> dict[str, Any]:
+    """What the options ask for. Raises StoreFailed or OSError."""
+    deep = given["verify"] == "deep"
+    model = store.Model.of(given["model"])
+    if given["look"]:
+        return {**store.look(model, deep), "changed": False}
+    if check_only:
+        return store.look(model, deep)
+    if given["chain"]:
+        row = given["chain"]
+        place = chain.Chain(tuple(row["before"]), tuple(row["allowed"]), row["port"], access.limits.bytes_s)
+        return chain.ensure(model, given["model"], place, access, deep, login_uid())
+    return store.ensure(model, access, deep, login_uid())
+
+
 def main() -> None:
     """Bring the folder to what the lock says."""
     module = AnsibleModule(
         argument_spec={
             "model": {"type": "dict", "required": True},
+            "look": {"type": "bool", "default": False},
+            "chain": {
+                "type": "dict",
+                "options": {
+                    "before": {"type": "list", "elements": "str", "required": True},
+                    "allowed": {"type": "list", "elements": "str", "required": True},
+                    "port": {"type": "int", "required": True},
+                },
+            },
             "verify": {"type": "str", "choices": ["quick", "deep"], "default": "quick"},
             "huggingface": {"type": "str", "default": "https://huggingface.co"},
             "huggingface_token": {"type": "str", "default": "", "no_log": True},
@@ -106,12 +153,8 @@ def main() -> None:
         modelscope_token=given["modelscope_token"],
         limits=download.Limits(bytes_s=given["rate_mib_s"] * MIB),
     )
-    deep = given["verify"] == "deep"
     try:
-        model = store.Model.of(given["model"])
-        answer = (
-            store.look(model, deep) if module.check_mode else store.ensure(model, access, deep, login_uid())
-        )
+        answer = act(given, access, module.check_mode)
     except (store.StoreFailed, OSError) as error:
         module.fail_json(msg=str(error))
     before = "".join(f"{path} {text}\n" for path, text in answer["faults"].items())

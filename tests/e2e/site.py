@@ -62,12 +62,14 @@ class Site:
         """The site's intent, as an SRE edits it."""
         return self.folder / "group_vars" / "all.yml"
 
-    def invoke(self, *words: str, limit: float = COMMAND_LIMIT_S) -> Done:
-        """`invoke` with this inventory, to its end."""
+    def invoke(
+        self, *words: str, limit: float = COMMAND_LIMIT_S, variables: Mapping[str, str] | None = None
+    ) -> Done:
+        """`invoke` with this inventory, to its end; `variables` are added to its environment."""
         done = subprocess.run(
             [str(INVOKE), *words, "--inventory", str(self.folder)],
             cwd=ROOT,
-            env=environment(),
+            env={**environment(), **(variables or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -339,6 +339,21 @@ def test_an_unreachable_node_hides_nothing_of_the_others(pair: Site) -> None:
     converged(pair.provision(), pair.names)
 
 
+def test_a_node_with_another_host_key_is_not_entered(pair: Site, tmp_path: Path) -> None:
+    name, keys = pair.names[0], "/etc/ssh/ssh_host_*"
+    on(
+        name,
+        f"mkdir /root/keys && cp -p {keys} /root/keys/ && rm {keys} && ssh-keygen -A && systemctl restart ssh",
+    )
+    try:
+        # No connection that was opened before may be used.
+        done = pair.invoke("provision", "--json", variables={"ANSIBLE_SSH_CONTROL_PATH_DIR": str(tmp_path)})
+        assert done.code == Exit.UNREACHABLE, done.text
+        assert "host key" in done.text.lower()
+    finally:
+        on(name, f"rm {keys} && cp -p /root/keys/* /etc/ssh/ && rm -r /root/keys && systemctl restart ssh")
+
+
 def test_ctrl_c_leaves_a_record_and_no_processes(pair: Site) -> None:
     process = pair.start("provision", "--json")
     time.sleep(6)
@@ -366,11 +381,7 @@ def newest_record(inventory: Path) -> dict[str, Any]:
 def test_no_secret_of_the_environment_reaches_a_run_folder(pair: Site) -> None:
     """Runs of this file had a token in their environment: it stands in no file that they left."""
     canary = f"canary-{os.getpid()}-token"
-    os.environ["HF_TOKEN"] = canary
-    try:
-        converged(pair.provision(), pair.names)
-    finally:
-        del os.environ["HF_TOKEN"]
+    converged(pair.invoke("provision", "--json", variables={"HF_TOKEN": canary}), pair.names)
     found = subprocess.run(
         ["grep", "-rlF", canary, str(ROOT / "runs")], capture_output=True, text=True, check=False
     )

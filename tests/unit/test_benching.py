@@ -221,3 +221,64 @@ def test_axes_end_at_round_numbers(most: float, last: float) -> None:
 def test_nothing_to_draw_is_no_chart() -> None:
     assert benchreport.chart("t", "x", "y", []) == ""
     assert benchreport.waterfall("t", []) == ""
+
+
+# --- gates and what lies beside ----------------------------------------------------------------------------
+
+BESIDE = {
+    "log": {"readings": 3, "decode_tok_s": 1234.5, "decode_p10": 900.0, "graph_percent": 100.0},
+    "gpus": [
+        {"index": 0, "used_gib_most": 131.2, "free_gib": 9.7, "power_w": 512.4, "throttled_percent": 0.0}
+    ],
+    "locality": {
+        "processes": 3,
+        "bytes_by_node": {"0": 2**30},
+        "planned_nodes": "0",
+        "local_percent": 98.7,
+    },
+    "tunnel_ms": 5000.0,
+    "notes": ["runs otherwise than planned: has --x, lacks nothing"],
+}
+
+
+def test_what_was_seen_beside_a_load_is_shown_and_kept(result: benching.BenchResult) -> None:
+    whole = benching.with_beside(result, BESIDE)
+    lines = benching.beside_lines(whole.targets[0])
+    assert lines[0] == "engine log: 3 readings, decode 1,234 tok/s, P10 900 tok/s, graphs 100 %"
+    assert lines[1] == "GPU 0: 131.2 GiB at most, 9.7 GiB free, 512 W, throttled 0 % of the time"
+    assert lines[2] == "memory of 3 processes: node 0 1,024 MiB; 98.7 % on the planned nodes 0"
+    assert "tunnel: adds 5000.00 ms to a round trip, " in lines[3]
+    assert lines[4].startswith("runs otherwise than planned")
+    assert benching.read_result(json.dumps(whole.as_json()), "here") == whole
+    assert "98.7 % on the planned nodes" in benchreport.page(whole)
+    assert benching.beside_lines(result.targets[0]) == []
+
+
+def test_a_result_without_failures_passes_its_gates(result: benching.BenchResult) -> None:
+    assert benching.gates(result, None) == ()
+    same = benching.against(*[result.targets[0].summaries] * 2)
+    assert benching.gates(result, same) == ()
+
+
+def test_failing_requests_and_a_worse_verdict_fail_a_gate(result: benching.BenchResult) -> None:
+    first = dataclasses.replace(result.targets[0].measured[0], errors=2, first_error="HTTP 503")
+    target = dataclasses.replace(result.targets[0], measured=(first,))
+    broken = dataclasses.replace(result, targets=(target,))
+    label = first.load.label
+    fast = bench.Summary(median=9e9, runs=9, p10=9e9, cv=0.01)
+    worse = benching.against({label: fast}, target.summaries)
+    failed = benching.gates(broken, worse)
+    assert failed[0].endswith(f"2 requests failed at {label}: HTTP 503")
+    assert failed[1] == f"worse than before at {label}"
+
+
+def test_results_of_several_targets_become_one(result: benching.BenchResult) -> None:
+    both = benching.joined([result, result])
+    assert len(both.targets) == 2
+    assert both.took_s == pytest.approx(2 * result.took_s)
+    with pytest.raises(ValueError, match="no results"):
+        benching.joined([])
+
+
+def test_tokens_are_the_servers_own_count(result: benching.BenchResult) -> None:
+    assert result.targets[0].measured[0].output_tokens == 4 * 8

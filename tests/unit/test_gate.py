@@ -231,7 +231,7 @@ def test_a_log_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.fixture
 def node(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A node whose service is `engine`, logs to a file, and is asked by this user (nobody has to be become)."""
+    """A node whose service is `engine`, logs to a file, and is asked by the test's own user."""
     log = tmp_path / "engine.log"
     log.write_text("before this start: loaded\n")
     service = {

@@ -45,9 +45,9 @@ class Pipe:
         assert self.process.wait(LIMIT_S) in (0, -number)
 
     def current(self) -> int:
-        """Bytes in the file being written; 0 when there is none yet."""
-        link = self.folder / "engine.log"
-        return link.stat().st_size if link.exists() else 0
+        """Bytes in the newest file; 0 when there is none yet."""
+        files = [path for path in logpipe_files(self.folder) if path.suffix == ".log"]
+        return files[-1].stat().st_size if files else 0
 
     def lines(self) -> list[str]:
         """All lines of all files, oldest file first."""
@@ -141,6 +141,7 @@ def test_files_are_cut_by_size_and_only_so_many_are_kept(tmp_path: Path) -> None
     assert len([path for path in files if path.suffix == ".gz"]) == 3
     found = numbers(pipe.lines())
     assert found == list(range(found[0], 600))
+    assert all(len(gzip.decompress(path.read_bytes())) <= 2000 for path in files if path.suffix == ".gz")
 
 
 def test_a_restart_of_the_log_service_loses_nothing(pipe: Pipe) -> None:
@@ -207,7 +208,7 @@ def test_what_a_crash_left_half_done_is_finished_at_the_next_start(tmp_path: Pat
 def test_a_full_disk_costs_counted_lines_and_never_the_writer() -> None:
     class Full(logpipe.Log):
         def __init__(self) -> None:
-            self.size, self.dropped, self.size_bytes, self.age_s, self.opened = 0, 0, 1000, 1e9, 0.0
+            self.size, self.dropped, self.size_bytes, self.age_s, self.opened = 0, 0, 1000, 1e12, 0.0
             self.ends_line, self.room, self.kept = True, False, b""
 
         def _append(self, data: bytes) -> bool:

@@ -453,3 +453,55 @@ def test_a_script_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
 )
 def test_retry_after_is_a_number_or_a_date(value: str | None, seconds: float | None) -> None:
     assert download.parse_retry_after(value, 10.0) == seconds
+
+
+# --- who reads from whom ------------------------------------------------------------------------------------
+
+HOSTS = {
+    "a": {"ansible_host": "10.0.0.1"},
+    "b": {"ansible_host": "10.0.0.2"},
+    "c": {},
+    "d": {"ansible_host": "10.0.0.4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("ready", "before"),
+    [
+        (
+            "....",
+            {"a": [], "b": ["10.0.0.1"], "c": ["10.0.0.2", "10.0.0.1"], "d": ["c", "10.0.0.2", "10.0.0.1"]},
+        ),
+        ("++++", {"a": None, "b": None, "c": None, "d": None}),
+        (
+            "...+",
+            {
+                "a": ["10.0.0.4"],
+                "b": ["10.0.0.1", "10.0.0.4"],
+                "c": ["10.0.0.2", "10.0.0.1", "10.0.0.4"],
+                "d": [],
+            },
+        ),
+        ("+++.", {"a": [], "b": [], "c": None, "d": ["10.0.0.2", "10.0.0.1"]}),
+    ],
+    ids=["nobody has it", "all have it", "the last has it", "all but the last have it"],
+)
+def test_who_lacks_a_model_reads_from_the_one_before_it_behind_those_that_have_it(
+    ready: str, before: dict[str, list[str] | None]
+) -> None:
+    state = dict(zip(HOSTS, (sign == "+" for sign in ready), strict=True))
+    places = {host: stores.place(host, state, HOSTS) for host in HOSTS}
+    assert {host: place and place["before"] for host, place in places.items()} == before
+
+
+def test_only_hosts_that_play_and_were_looked_at_count() -> None:
+    row = {"item": {"name": "demo"}, "ready": True}
+    hostvars = {
+        "a": {"seen": {"results": [row]}},
+        "b": {"seen": {"results": [{**row, "ready": False}]}},
+        "c": {},
+    }
+    model = {"name": "demo", "chain": ["a", "b", "c"]}
+    assert stores.readiness(model, "a", hostvars, ["a", "b", "c"], "seen") == {"a": True, "b": False}
+    assert stores.readiness(model, "a", hostvars, ["a"], "seen") == {"a": True}
+    assert stores.readiness({"name": "demo", "chain": []}, "b", hostvars, ["a", "b"], "seen") == {"b": False}

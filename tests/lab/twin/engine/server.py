@@ -155,16 +155,17 @@ def say(text: str) -> None:
     print(line, flush=True)
 
 
-def load(given: Options, config: dict[str, Any], served: str) -> None:
+def load(given: Options, config: dict[str, Any]) -> None:
     """Takes its time, and writes what the real engine writes while it loads."""
     kind = (config.get("architectures") or ["unknown"])[0]
-    steps = [line for line in (vllm_lines if ENGINE == "vllm" else sglang_lines)(given, kind)]
+    tokens = context(given, config)
+    steps = list((vllm_lines if ENGINE == "vllm" else sglang_lines)(given, kind, tokens))
     for line in steps:
         say(line)
         time.sleep(LOAD_S / len(steps))
 
 
-def sglang_lines(given: Options, kind: str) -> Iterator[str]:
+def sglang_lines(given: Options, kind: str, tokens: int) -> Iterator[str]:
     """Lines of sglang 0.5, without ranks."""
     yield f"server_args=ServerArgs(model_path='{given.get('model_path')}', port={given.get('port')}) # stand-in"
     yield "Init torch distributed begin."
@@ -177,26 +178,27 @@ def sglang_lines(given: Options, kind: str) -> Iterator[str]:
         yield "Capture cuda graph begin. This can take up to several minutes. avail mem=20.00 GB"
         yield "Capture cuda graph end. elapsed=0.10 s, mem usage=0.20 GB, avail mem=19.80 GB."
         yield "Capture target verify CUDA graph end. elapsed=0.10 s, mem usage=0.22 GB, avail mem=19.60 GB."
-    yield f"max_total_num_tokens={KV_TOKENS}, context_len={context(given)}, available_gpu_mem=19.60 GB"
+    yield f"max_total_num_tokens={KV_TOKENS}, context_len={tokens}, available_gpu_mem=19.60 GB"
 
 
-def vllm_lines(given: Options, kind: str) -> Iterator[str]:
+def vllm_lines(given: Options, kind: str, tokens: int) -> Iterator[str]:
     """Lines of vLLM's V1 engine."""
     yield f"version {VERSION} (stand-in)"
     yield f"Resolved architecture: {kind}"
-    yield f"Using max model len {context(given)}"
+    yield f"Using max model len {tokens}"
     yield "Loading weights took 0.10 seconds"
     yield "Model loading took 78.00 GiB memory and 0.20 seconds"
     yield "Available KV cache memory: 40.00 GiB"
-    yield f"GPU KV cache size: {KV_TOKENS:,} tokens, Maximum concurrency for {context(given):,} tokens per request: 8.00x"
+    yield f"GPU KV cache size: {KV_TOKENS:,} tokens, Maximum concurrency for {tokens:,} tokens per request: 8.00x"
     if not given.get("enforce_eager"):
         yield "Graph capturing finished in 1 secs, took 0.50 GiB"
     yield "init engine (profile, create kv cache, warmup model) took 0.50 s"
 
 
-def context(given: Options) -> int:
-    """Tokens that a request may have."""
-    return int(_number(given.get("context_length") or given.get("max_model_len")) or 131_072)
+def context(given: Options, config: dict[str, Any]) -> int:
+    """Tokens that a request may have: as told, else as the model says."""
+    told = _number(given.get("context_length") or given.get("max_model_len"))
+    return int(told or config.get("max_position_embeddings") or 131_072)
 
 
 def _number(value: Any) -> float:
@@ -512,8 +514,8 @@ def serve(given: Options, config: dict[str, Any], folder: str) -> int:
     print(f"bringup twin: stand-in of {ENGINE} {VERSION}; no GPU and no model are here", flush=True)
     helper = child()
     try:
-        load(given, config, served[0])
-        handler = type("Bound", (Handler,), {"state": state, "served": served, "context": context(given), "key": key})
+        load(given, config)
+        handler = type("Bound", (Handler,), {"state": state, "served": served, "context": context(given, config), "key": key})
         try:
             server = Server((host, port), handler)
         except OSError as error:

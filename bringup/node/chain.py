@@ -1,0 +1,135 @@
+"""Starts a node's relay as a unit of its own, and waits for what it brings (see relay.py).
+
+The unit is transient: it outlives the module that started it, ends by itself when nobody has asked for a
+while, and is gone after a reboot.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import contents, download, files, relay, store
+
+PROGRAM = Path("/opt/bringup/lib/relay")
+SPECS = Path("/run/bringup/relay")
+IDLE_S = 600
+"""Seconds that a relay stays without being asked: a batch of nodes that starts later still finds it."""
+
+ARRIVAL_LIMIT_S = 24 * 3600
+ASK_EVERY_S = 1.0
+COMMAND_LIMIT_S = 60
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A node's place: the addresses of the nodes before it (nearest first), and of all that may ask it."""
+
+    before: tuple[str, ...]
+    allowed: tuple[str, ...]
+    port: int
+    bytes_s: float = 0
+
+
+def unit_of(model: str) -> str:
+    """The relay's unit."""
+    return f"bringup-relay-{model}"
+
+
+def spec_of(model: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
+    """What the relay is told."""
+    return {
+        "model": {name: model[name] for name in ("name", "folder", "files", "expects") if name in model},
+        "listen": ["::" if any(":" in address for address in chain.allowed) else "0.0.0.0", chain.port],
+        "upstreams": [f"http://{_bracketed(address)}:{chain.port}" for address in chain.before],
+        "allowed": list(chain.allowed),
+        "idle_s": IDLE_S,
+        "bytes_s": chain.bytes_s,
+    }
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def start(model: Mapping[str, Any], chain: Chain) -> None:
+    """Starts the relay of a model, a new one if one runs already. Raises store.StoreFailed."""
+    name = str(model["name"])
+    for part in (contents, download, files, relay, store):
+        target = PROGRAM / "bringup" / "node" / Path(str(part.__file__)).name
+        files.write_atomic(target, inspect.getsource(part))
+    for folder in ("bringup", "bringup/node"):
+        files.write_atomic(PROGRAM / folder / "__init__.py", "")
+    spec = SPECS / f"{name}.json"
+    files.write_atomic(spec, json.dumps(spec_of(model, chain)))
+    unit = unit_of(name)
+    _systemctl("stop", unit)
+    _systemctl("reset-failed", unit)
+    properties = ["Nice=10", "ProtectHome=yes", "PrivateTmp=yes", "NoNewPrivileges=yes"]
+    argv = ["systemd-run", "--quiet", "--collect", "--unit", unit, f"--working-directory={PROGRAM}"]
+    argv += [f"--property={text}" for text in properties]
+    argv += [sys.executable, "-m", "bringup.node.relay", str(spec)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    if done.returncode:
+        raise store.StoreFailed(f"relay of model {name}: {done.stderr.strip() or done.returncode}")
+
+
+def _systemctl(verb: str, unit: str) -> str:
+    argv = ["systemctl", verb, unit]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    return done.stdout.strip()
+
+
+def await_arrival(model: store.Model, limit_s: float = ARRIVAL_LIMIT_S) -> bool:
+    """Waits until the folder is ready; False when the relay has ended without that."""
+    end = time.monotonic() + limit_s
+    unit = unit_of(model.name)
+    while time.monotonic() < end:
+        if (model.folder / store.READY).is_file():
+            return True
+        if _systemctl("is-active", unit) not in ("active", "activating"):
+            return (model.folder / store.READY).is_file()
+        time.sleep(ASK_EVERY_S)
+    return False
+
+
+def ensure(
+    model: store.Model,
+    data: Mapping[str, Any],
+    chain: Chain,
+    access: store.Access,
+    deep: bool,
+    owner: int | None,
+) -> dict[str, Any]:
+    """What `store.ensure` does, along a chain: the head fetches, the others follow, and all serve.
+
+    A node that is ready already only serves. A node whose chain fails it fetches by itself.
+    """
+    before = store.look(model, deep)
+    if before["ready"]:
+        start(data, chain)
+        return before
+    (model.folder / store.READY).unlink(missing_ok=True)
+    wanted: Sequence[store.File] = [file for file in model.files if file.path in before["faults"]]
+    if problem := store.room_problem(model, wanted):
+        raise store.StoreFailed(problem)
+    for path in before["faults"]:
+        (model.folder / path).unlink(missing_ok=True)
+    start(data, chain)
+    arrived = bool(chain.before) and await_arrival(model)
+    try:
+        answer = store.ensure(model, access, False, owner)
+    except BaseException:
+        # Whoever follows us must not wait for what does not come.
+        _systemctl("stop", unit_of(model.name))
+        raise
+    if arrived:
+        answer["fetched"] = sorted({*answer["fetched"], *before["faults"]})
+    return {**answer, "changed": True, "faults": before["faults"]}
