@@ -23,6 +23,9 @@ INVENTORY = "folder under inventories/, such as lab, or a path to one"
 LIMIT = "hosts, groups, globs, !without, &both; separated by commas"
 JSON = "print one JSON object on stdout"
 YES = "agree to what is disruptive, for scripts"
+UNLOCK = "break the locks of a run that is certainly dead; it is written to runs/audit.jsonl and on the nodes"
+OUTSIDE = "why this cannot wait for the nodes' change windows; it is recorded"
+RESUME = "an earlier run of the same (an id, a part of one, or last): hosts that it finished are left out"
 
 
 def _end(code: int) -> None:
@@ -50,7 +53,10 @@ def _extra(pairs: Sequence[str]) -> dict[str, str]:
         "skip_tags": "all but these roles",
         "check": "show what would change, with diffs, and change nothing (exit 6: something would)",
         "extra": "a variable for the playbook, KEY=VALUE; can be repeated",
-        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "fail_fast": "stop on all hosts at the first that fails (default: the others go on)",
+        "resume": RESUME,
+        "outside_window": OUTSIDE,
+        "force_unlock": UNLOCK,
         "json": JSON,
     },
     positional=["inventory"],
@@ -64,6 +70,9 @@ def provision(
     tags: str | None = None,
     skip_tags: str | None = None,
     check: bool = False,
+    fail_fast: bool = False,
+    resume: str = "",
+    outside_window: str = "",
     force_unlock: bool = False,
     json: bool = False,
 ) -> None:
@@ -77,8 +86,10 @@ def provision(
         tags=tags,
         skip_tags=skip_tags,
         check=check,
-        extra=_extra(extra),
+        extra={**_extra(extra), **({"runbook_max_fail": 0} if fail_fast else {})},
         force_unlock=force_unlock,
+        outside_window=outside_window,
+        resume=resume,
         after=playbook.ask_servers,
     )
     _end(report.show_run(record, as_json=json, brief=not check))
@@ -98,7 +109,9 @@ def preflight(c: Context, inventory: str, limit: str | None = None, json: bool =
     """Look at the nodes and say what is not as the plan needs it, each with its remedy."""
     from bringup import playbook, report
 
-    record = playbook.run("provision", inventory, name="preflight", limit=limit, tags="preflight")
+    record = playbook.run(
+        "provision", inventory, name="preflight", limit=limit, tags="preflight", skip_tags="lock"
+    )
     report.show_findings(record, as_json=json)
     _end(record.exit_code or 0)
 
@@ -220,7 +233,8 @@ def ask(
         "rolling": "--no-rolling: all hosts at once, without asking each other",
         "check": "show what would be restarted and restart nothing",
         "yes": YES,
-        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "outside_window": OUTSIDE,
+        "force_unlock": UNLOCK,
         "json": JSON,
     }
 )
@@ -232,6 +246,7 @@ def restart(
     rolling: bool = True,
     check: bool = False,
     yes: bool = False,
+    outside_window: str = "",
     force_unlock: bool = False,
     json: bool = False,
 ) -> None:
@@ -248,6 +263,7 @@ def restart(
         yes=yes,
         extra=books.restart_variables(service, rolling=rolling),
         force_unlock=force_unlock,
+        outside_window=outside_window,
     )
     _end(report.show_run(record, as_json=json, brief=True))
 
@@ -338,11 +354,15 @@ def runbooks(c: Context, json: bool = False) -> None:
         "inventory": INVENTORY,
         "extra": "a variable for the runbook, KEY=VALUE; can be repeated",
         "limit": LIMIT,
-        "serial": "hosts at a time (a number or a percentage); the first is the canary",
-        "max_fail": "percent of hosts that may fail before the rest is left alone",
+        "serial": "hosts at a time (a number or a percentage), after the first, the canary; 100%: all at once",
+        "max_fail": "percent of hosts that may fail before the rest is left alone (--fail-fast is 0)",
+        "fail_fast": "stop at the first host that fails, which is the default",
+        "keep_going": "go on with the other hosts whatever fails (--max-fail 100)",
         "check": "show what would change and change nothing",
+        "resume": RESUME,
         "yes": YES,
-        "force_unlock": "break the lock of a run that is certainly dead; it is written to runs/audit.jsonl",
+        "outside_window": OUTSIDE,
+        "force_unlock": UNLOCK,
         "json": JSON,
     },
 )
@@ -354,8 +374,12 @@ def run(
     limit: str | None = None,
     serial: str = "1",
     max_fail: int = 0,
+    fail_fast: bool = False,
+    keep_going: bool = False,
     check: bool = False,
+    resume: str = "",
     yes: bool = False,
+    outside_window: str = "",
     force_unlock: bool = False,
     json: bool = False,
 ) -> None:
@@ -368,11 +392,13 @@ def run(
         inventory,
         limit=limit,
         serial=serial,
-        max_fail=max_fail,
+        max_fail=books.failures_allowed(max_fail, fail_fast=fail_fast, keep_going=keep_going),
         check=check,
         yes=yes,
         extra=_extra(extra),
         force_unlock=force_unlock,
+        outside_window=outside_window,
+        resume=resume,
     )
     _end(report.show_run(record, as_json=json, brief=not check))
 
@@ -634,6 +660,18 @@ def history_diff(c: Context, first: str, second: str, json: bool = False) -> Non
     report.show_diff(runs.diff(one, other), one.id, other.id, as_json=json)
 
 
+@task(
+    name="replay",
+    help={"run": "a run's id, a part of one that is unique, or `last`", "yes": YES, "json": JSON},
+)
+def history_replay(c: Context, run: str, yes: bool = False, json: bool = False) -> None:
+    """Run an earlier run again, with the same arguments, after showing them and asking."""
+    from bringup import replay, report
+
+    record = replay.run(run, yes=yes)
+    _end(report.show_run(record, as_json=json, brief=True))
+
+
 # ---------------------------------------------------------------- the lab
 
 
@@ -712,6 +750,6 @@ ns = Collection(
 ns.add_collection(_collection("envs", envs_lock))
 ns.add_collection(_collection("failures", failures_add, failures_docs))
 ns.add_collection(_collection("flags", flags_check, flags_table))
-ns.add_collection(_collection("history", history_list, history_show, history_diff))
+ns.add_collection(_collection("history", history_list, history_show, history_diff, history_replay))
 ns.add_collection(_collection("lab", up, down, lab_ssh))
 ns.add_collection(model_commands.collection())

@@ -158,6 +158,17 @@ def in_batches(serial: str) -> list[str]:
     return [serial] if serial in ("1", "100%") else ["1", serial]
 
 
+def failures_allowed(max_fail: int, *, fail_fast: bool, keep_going: bool) -> int:
+    """The percentage of hosts that may fail before the rest is left alone. Raises UsageError when words
+    contradict each other.
+    """
+    if fail_fast and (keep_going or max_fail):
+        raise UsageError(Problem("--fail-fast", "contradicts --keep-going and --max-fail"))
+    if not 0 <= max_fail <= 100:
+        raise UsageError(Problem("--max-fail", f"{max_fail} is no percentage from 0 to 100"))
+    return 100 if keep_going else max_fail
+
+
 def plan_of(book: Runbook, hosts: Sequence[str], batches: Sequence[str], max_fail: int) -> Iterator[str]:
     """What will happen, in the words of the header, and to which hosts in which order."""
     yield f"{book.name}: {book.effect}"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from bringup import ROOT, runbooks
+from bringup import ROOT, events, runbooks
 from bringup.errors import UsageError
 
 FILES = sorted(runbooks.FOLDER.glob("*.yml"))
+HOLD = "Lock: hold this node for the run"
 GOOD = """---
 # when: always
 # effect: does
@@ -27,7 +28,20 @@ GOOD = """---
 
 
 def plays(path: Path) -> list[dict[str, Any]]:
+    """A runbook's own plays; playbooks that it imports are held to their own rules."""
     found: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    return [play for play in found if "ansible.builtin.import_playbook" not in play]
+
+
+def tasks_of(play: dict[str, Any]) -> list[dict[str, Any]]:
+    """All tasks of a play, those inside blocks with them."""
+    found: list[dict[str, Any]] = []
+    waiting = [*play.get("pre_tasks", []), *play.get("tasks", []), *play.get("post_tasks", [])]
+    while waiting:
+        task = waiting.pop(0)
+        inner = [one for part in ("block", "rescue", "always") for one in task.get(part, [])]
+        waiting = [*inner, *waiting]
+        found += [] if inner else [task]
     return found
 
 
@@ -58,7 +72,7 @@ def test_a_runbook_takes_hosts_a_few_at_a_time_and_stops_as_it_is_told(path: Pat
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_commands_of_a_runbook_say_what_they_change(path: Path) -> None:
-    tasks = [task for play in plays(path) for task in play.get("tasks", [])]
+    tasks = [task for play in plays(path) for task in tasks_of(play)]
     commands = [task for task in tasks if {"ansible.builtin.command", "ansible.builtin.shell"} & set(task)]
     assert [task["name"] for task in commands if "changed_when" not in task] == []
     assert [task for task in tasks if "ignore_errors" in task] == []
@@ -66,7 +80,39 @@ def test_commands_of_a_runbook_say_what_they_change(path: Path) -> None:
 
 def test_every_runbook_is_listed() -> None:
     assert [book.name for book in runbooks.listed()] == [path.stem for path in FILES]
-    assert len(FILES) >= 5
+    assert len(FILES) >= 20
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_runbook_holds_the_node_first_and_gives_it_back_whatever_happens(path: Path) -> None:
+    for play in plays(path):
+        first, [block] = play["pre_tasks"][0], play["tasks"]
+        assert (first["name"], first["node_lock"]) == (HOLD, {"state": "held"})
+        assert (block["always"][-1]["name"], block["always"][-1]["node_lock"]) == (
+            events.GIVE_BACK,
+            {"state": "released"},
+        )
+
+
+def test_provisioning_holds_the_nodes_first_and_gives_them_back_last() -> None:
+    whole = yaml.safe_load((ROOT / "playbooks" / "provision.yml").read_text())
+    first, last = whole[0]["pre_tasks"][0], whole[-1]["tasks"][-1]
+    assert (first["name"], first["node_lock"]["state"]) == (HOLD, "held")
+    assert (last["name"], last["node_lock"]["state"]) == (events.GIVE_BACK, "released")
+    assert "always" in first["tags"]
+    assert "always" in last["tags"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_runbook_verifies_what_it_did(path: Path) -> None:
+    tasks = [task for play in plays(path) for task in tasks_of(play)]
+    assert [task for task in tasks if task["name"].startswith(("Verify: ", events.GATE_PREFIX))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_runbook_is_played_by_the_end_to_end_tests_and_its_undo_too(path: Path) -> None:
+    text = (ROOT / "tests" / "e2e" / "test_runbooks.py").read_text()
+    assert f'"{path.stem}"' in text
 
 
 def test_runbooks_that_other_files_name_are_there() -> None:

@@ -1,0 +1,329 @@
+"""Every runbook is played on real nodes, and its undo; then two operators, dead controllers and reboots in the middle.
+
+The tests stand in the order of one story and share its nodes; each leaves them serving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bringup import ROOT, lab, runs
+from bringup.errors import Exit
+from tests.e2e import site as sites
+from tests.e2e.site import Done, Site, answers, on, until
+
+QUICK = (
+    "pause-schedules",
+    "resume-schedules",
+    "drain-node",
+    "return-node",
+    "rotate-logs",
+    "warm-caches",
+    "verify-models",
+    "fix-libstdcxx-preload",
+    "remove-libstdcxx-preload",
+    "clean-up-leftovers",
+    "stop-servers",
+    "start-servers",
+    "restart-servers",
+    "burn-in",
+)
+"""Played one after the other by one plain ansible-playbook; of pairs the second undoes the first."""
+
+LOCK = "/run/bringup/run.json"
+PLAY_LIMIT_S = 300
+STEP_S = 0.3
+KEY = "a-key-that-is-long-enough"
+
+
+def port(pair: Site) -> int:
+    return int(pair.service()["port"])
+
+
+def run(pair: Site, name: str, *words: str) -> Done:
+    return pair.invoke("run", name, "--yes", "--json", *words)
+
+
+def plain(pair: Site, *names: str, host: str, **variables: Any) -> subprocess.CompletedProcess[str]:
+    """Runbooks by ansible-playbook alone, as AWX does it, from a process without our environment."""
+    program = [str(sites.INVOKE.with_name("ansible-playbook"))]
+    books = [f"playbooks/runbooks/{name}.yml" for name in names]
+    return subprocess.run(
+        [*program, "-i", str(pair.folder), *books, "--limit", host, "-e", json.dumps(variables)],
+        cwd=ROOT,
+        env={**sites.environment(), "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PLAY_LIMIT_S,
+        check=False,
+    )
+
+
+def held(name: str) -> bool:
+    return on(name, f"cat {LOCK} 2>/dev/null || true") != ""
+
+
+def events_of(record: Path) -> list[dict[str, Any]]:
+    """What a run has told so far."""
+    path = record / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def newest_run(pair: Site, name: str) -> Path | None:
+    found = sorted((ROOT / "runs").glob(f"*-{name}-{pair.folder.name}*"))
+    return found[-1] if found else None
+
+
+@contextmanager
+def burning(pair: Site, name: str, seconds: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run that is in the middle of its work on node `name`, and its folder."""
+    before = newest_run(pair, "burn-in")
+    process = pair.start("run", "burn-in", "--yes", "--json", "--extra", f"runbook_seconds={seconds}")
+
+    def begun() -> bool:
+        folder = newest_run(pair, "burn-in")
+        return folder not in (None, before) and held(name)
+
+    try:
+        until(f"burn-in holds {name}", begun, limit=60)
+        folder = newest_run(pair, "burn-in")
+        assert folder is not None
+        yield process, folder
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def serving(pair: Site) -> None:
+    """The nodes serve; alone, this file provisions them first."""
+    if not all(answers(name, port(pair)) for name in pair.names):
+        done = pair.provision()
+        assert done.code == Exit.DONE, done.text
+
+
+# ---------------------------------------------------------------- every runbook
+
+
+def test_runbooks_by_plain_ansible_and_their_undo_leave_the_node_serving(pair: Site) -> None:
+    name = pair.names[0]
+    done = plain(pair, *QUICK, host=name, runbook_seconds=2, runbook_clients=2)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert done.stdout.count('"plays": [') == len(QUICK)
+    assert not held(name)
+    assert answers(name, port(pair))
+    assert on(name, "ls /run/bringup/draining") == ""
+    assert on(name, f"systemctl is-active bringup-restart-{pair.service()['name']}.timer") == "active"
+    stamps = on(name, "cat /var/lib/bringup/runs/*.json")
+    assert all(f'"playbook": "{book}"' in stamps for book in ("pause-schedules", "burn-in"))
+
+
+def test_a_check_of_a_runbook_changes_nothing_and_takes_no_lock(pair: Site) -> None:
+    done = run(pair, "stop-servers", "--check", "--limit", pair.names[0])
+    assert done.code == Exit.PENDING, done.text
+    assert answers(pair.names[0], port(pair))
+
+
+def test_a_support_bundle_comes_to_the_controller_without_secrets(pair: Site) -> None:
+    secret = "hf_" + "a" * 30
+    on(
+        pair.names[0],
+        f"logger -t bringup-words 'token={secret}'; echo 'x {secret}' >/var/log/bringup/environments/x.log",
+    )
+    done = run(pair, "collect-support-bundle")
+    assert done.code == Exit.DONE, done.text
+    for name in pair.names:
+        with tarfile.open(ROOT / "runs" / done.data["id"] / f"support-{name}.tar.gz") as archive:
+            texts = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+            data = b"".join(file.read() for file in texts.values() if file is not None)
+        assert f"support-{name}/units/journal" in texts
+        assert any(path.endswith("/engine.log") for path in texts)
+        assert secret.encode() not in data
+
+
+def test_rotated_keys_open_the_servers_and_no_key_does_not(pair: Site) -> None:
+    name = pair.names[0]
+
+    def change(intent: dict[str, Any]) -> None:
+        intent["node_services"][0]["api_key"] = "vault_words_key"
+
+    with pair.changed(change):
+        done = run(pair, "rotate-api-keys", "--limit", name, "--extra", f"vault_words_key={KEY}")
+        assert done.code == Exit.DONE, done.text
+        assert not answers(name, port(pair)), "without the key it says nothing"
+        assert KEY not in done.text
+    assert KEY not in (ROOT / "runs" / done.data["id"] / "record.json").read_text()
+
+
+def test_a_definition_that_does_not_serve_is_rolled_back_and_ends_in_its_own_code(pair: Site) -> None:
+    name, taken = pair.names[1], port(pair) + 9
+    on(name, f"systemd-run --unit=squatter python3 -m http.server {taken} --bind 127.0.0.1")
+
+    def change(intent: dict[str, Any]) -> None:
+        intent["node_services"][0]["port"] = taken
+
+    try:
+        with pair.changed(change):
+            done = run(pair, "change-profile", "--limit", name)
+        assert done.code == Exit.GATE, done.text
+        assert str(taken) in done.text
+        assert answers(name, port(pair))
+        assert not held(name)
+    finally:
+        on(name, "systemctl stop squatter")
+
+
+def test_an_upgraded_engine_serves_and_roll_back_brings_back_what_served_before(pair: Site) -> None:
+    name, other = pair.names[1], port(pair) + 7
+
+    def change(intent: dict[str, Any]) -> None:
+        intent["node_services"][0]["port"] = other
+
+    with pair.changed(change):
+        done = run(pair, "upgrade-engine", "--limit", name)
+        assert done.code == Exit.DONE, done.text
+        assert answers(name, other)
+    done = run(pair, "roll-back", "--limit", name)
+    assert done.code == Exit.DONE, done.text
+    assert answers(name, port(pair))
+
+
+def test_a_replaced_node_is_provisioned_and_put_under_load(pair: Site) -> None:
+    """It also takes the key of the test before last away from the first node."""
+    done = run(pair, "replace-node", "--limit", pair.names[0], "--extra", "runbook_seconds=2")
+    assert done.code == Exit.DONE, done.text
+    assert answers(pair.names[0], port(pair))
+    assert done.data["hosts"][pair.names[0]]["done"]
+
+
+def test_a_reboot_is_seen_to_have_happened_and_the_node_serves_again(pair: Site) -> None:
+    name = pair.names[0]
+    boot = on(name, "cat /proc/sys/kernel/random/boot_id")
+    stop = threading.Event()
+    power = threading.Thread(target=_keep_powered, args=(name, stop))
+    power.start()
+    try:
+        done = run(pair, "reboot-node", "--limit", name)
+    finally:
+        stop.set()
+        power.join()
+    assert done.code == Exit.DONE, done.text
+    assert on(name, "cat /proc/sys/kernel/random/boot_id") != boot
+    assert answers(name, port(pair))
+    assert not held(name)
+
+
+def _keep_powered(name: str, stop: threading.Event) -> None:
+    """A container that reboots only ends: somebody must switch it on again, as a machine does by itself."""
+    engine = lab.find_engine()
+    assert engine is not None
+    while not stop.wait(STEP_S):
+        engine.tries("start", name)
+
+
+# ---------------------------------------------------------------- two operators, dead controllers, reboots
+
+
+def test_a_second_operator_is_told_who_holds_what_however_he_comes(pair: Site) -> None:
+    name = pair.names[0]
+    with burning(pair, name, seconds=12) as (process, folder):
+        second = run(pair, "rotate-logs")
+        assert second.code == Exit.LOCKED, second.text
+        assert runs.who() in second.text
+        other = plain(pair, "rotate-logs", host=name)
+        assert other.returncode != 0
+        assert "This node is held by" in other.stdout
+        assert folder.name in other.stdout
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == Exit.INTERRUPTED, out
+    assert plain(pair, "rotate-logs", host=name).returncode == 0, "its lock is taken over at once"
+    assert not held(name)
+
+
+def test_a_killed_controller_leaves_a_lost_run_that_goes_on_where_it_was(pair: Site) -> None:
+    first, second = pair.names
+    with burning(pair, second, seconds=3) as (process, folder):
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert runs.read(folder.name).status == runs.LOST
+    assert runs.finished_hosts(runs.read(folder.name)) == [first]
+    until("Ansible has ended too", lambda: _players(pair) == "", limit=30)
+    done = run(pair, "burn-in", "--resume", folder.name, "--extra", "runbook_seconds=1")
+    assert done.code == Exit.DONE, done.text
+    assert list(done.data["hosts"]) == [second]
+    assert any("Took over the lock" in note for note in done.data["notes"]), done.data["notes"]
+    assert not held(second)
+    again = run(pair, "burn-in", "--resume", done.data["id"])
+    assert again.code == Exit.USAGE
+    assert "nothing is left to do" in again.text
+
+
+def _players(pair: Site) -> str:
+    return subprocess.run(
+        ["pgrep", "-fa", f"ansible-playbook.*{pair.folder}"], capture_output=True, text=True, check=False
+    ).stdout
+
+
+def test_a_node_that_boots_in_the_middle_fails_alone_and_is_free_again(pair: Site) -> None:
+    name = pair.names[0]
+    with burning(pair, name, seconds=60) as (process, folder):
+        lab.reboot(name, say=sites.quiet)
+        process.communicate(timeout=120)
+    assert process.returncode in (Exit.FAILED, Exit.UNREACHABLE)
+    record = runs.read(folder.name)
+    assert record.exit_code == process.returncode
+    assert not held(name)
+    assert [problem for problem in runs.verify() if folder.name in str(problem)] == []
+    until(f"{name} answers", lambda: answers(name, port(pair)), limit=120)
+
+
+def test_outside_of_its_windows_a_node_is_changed_only_with_a_reason(pair: Site) -> None:
+    hour = (time.gmtime().tm_hour + 12) % 24
+
+    def change(intent: dict[str, Any]) -> None:
+        intent["node_change_windows"] = [f"{hour:02}:00-{hour:02}:59"]
+
+    with pair.changed(change):
+        refused = run(pair, "pause-schedules", "--limit", pair.names[0])
+        assert refused.code == Exit.LOCKED, refused.text
+        assert "--outside-window" in refused.text
+        done = run(pair, "resume-schedules", "--limit", pair.names[0], "--outside-window", "incident 7")
+        assert done.code == Exit.DONE, done.text
+        assert any("incident 7" in note for note in done.data["notes"])
+
+
+def test_a_run_is_played_again_from_its_record(pair: Site) -> None:
+    done = _replayed(pair)
+    assert done.code == Exit.DONE, done.text
+    assert done.data["name"] == "resume-schedules"
+
+
+def _replayed(pair: Site) -> Done:
+    before = run(pair, "resume-schedules", "--limit", pair.names[0])
+    finished = subprocess.run(
+        [str(sites.INVOKE), "history.replay", "--run", str(before.data["id"]), "--yes", "--json"],
+        cwd=ROOT,
+        env=sites.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PLAY_LIMIT_S,
+        check=False,
+    )
+    return Done(finished.returncode, finished.stdout, finished.stderr)
