@@ -93,8 +93,9 @@ def main() -> None:
     groups = {row["cause"] for row in cases}
     whole = groups - {cause for _, cause, _ in lost}
     wrong = sum(got is not None for _, _, got in lost)
+    kept = len(cases) - len(lost)
     print(
-        f"{'cross-validation':18}{len(cases) - len(lost):4} of {len(cases)} first, {wrong} wrong, {len(lost) - wrong} nothing"
+        f"{'cross-validation':18}{kept:4} of {len(cases)} first, {wrong} wrong, {len(lost) - wrong} nothing"
     )
     print(f"{'':18}{len(whole):4} of {len(groups)} causes keep every case")
     for case, cause, got in lost:
