@@ -489,7 +489,7 @@ def envs_lock(c: Context, engine: str, arch: str = "x86_64", json: bool = False)
         "limit": LIMIT,
         "service": "only this service",
         "suite": "a suite of catalog/suites",
-        "against": "compare with: profile (its own measurement), an earlier bench run, or a result.json",
+        "against": "compare with: profile (its own measurement) or a profile, an earlier bench run, or a file",
         "json": JSON,
     }
 )
@@ -502,7 +502,7 @@ def bench(
     against: str | None = None,
     json: bool = False,
 ) -> None:
-    """Measure servers under a suite of loads and judge against a measurement (exit 4: worse)."""
+    """Measure servers under a suite of loads and judge against a measurement (exit 7: a gate failed)."""
     from bringup import measuring, report
 
     record, result, compared = measuring.run(
@@ -512,23 +512,31 @@ def bench(
 
 
 @task(
-    positional=["inventory"],
     help={
         "inventory": INVENTORY,
-        "limit": "the one host on which settings are tried",
+        "limit": "the one host on which settings are tried (default: the first that has the service)",
         "service": "which service, when the host has more than one",
+        "resume": "go on with an interrupted run, by its id, a part of it, or `last`",
+        "write": "write the picked profile into the catalog as well",
         "yes": YES,
         "json": JSON,
     },
 )
 def tune(
-    c: Context, inventory: str, limit: str, service: str | None = None, yes: bool = False, json: bool = False
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    resume: str | None = None,
+    write: bool = False,
+    yes: bool = False,
+    json: bool = False,
 ) -> None:
     """Try a profile's tuning settings on one server, pick one by measurement, and put the server back."""
     from bringup import report, tuning
 
-    tuned = tuning.run(inventory, limit, service=service, yes=yes, say=report.say)
-    report.show_tuned(tuned, as_json=json)
+    tuned = tuning.run(inventory, limit, service=service, resume=resume, write=write, yes=yes, say=report.say)
+    _end(report.show_tuned(tuned, as_json=json))
 
 
 # ---------------------------------------------------------------- flags

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -88,14 +88,15 @@ def run(
     check: bool = False,
     extra: Mapping[str, Any] | None = None,
     force_unlock: bool = False,
+    locked: bool = False,
     view: progress.Progress | None = None,
     after: After | None = None,
 ) -> runs.RunRecord:
     """Runs `playbooks/<playbook>.yml` on an inventory and gives its finished record.
 
     `name` is how the run is called (default: the playbook). `after` is called when everything succeeded and
-    gives what servers answered, for the record. Raises UsageError with every problem of intent or catalog
-    (before any node is contacted) and Locked.
+    gives what servers answered, for the record. `locked`: the caller holds the inventory's lock. Raises
+    UsageError with every problem of intent or catalog (before any node is contacted) and Locked.
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
@@ -118,7 +119,9 @@ def run(
     try:
         with (
             signals() as caught,
-            lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
+            nullcontext(())
+            if locked
+            else lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
         ):
             record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
             return _recorded(record, job, plan, seen, caught, after)
