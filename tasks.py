@@ -383,7 +383,7 @@ def run(
 @task(
     positional=["log"],
     help={
-        "log": "a log, a folder, an archive, or - for standard input",
+        "log": "a log, a folder, an archive, or - for standard input (which is read too when it is a pipe)",
         "inventory": "look at the nodes of this inventory instead: journal and log of the last failure",
         "limit": LIMIT,
         "explain": "all that is known about a cause, by its name",
@@ -392,7 +392,7 @@ def run(
 )
 def diagnose(
     c: Context,
-    log: str = "",
+    log: str | None = None,
     inventory: str | None = None,
     limit: str | None = None,
     explain: str | None = None,
@@ -407,8 +407,8 @@ def diagnose(
     elif inventory:
         rows = looking.crashes(looking.targets(inventory, limit), looking.CRASH_LINES)
         _end(report.show_crashes(rows, as_json=json))
-    elif log:
-        _end(report.show_diagnosis(diagnosis.of_paths([log]), as_json=json))
+    elif log or commandline.piped():
+        _end(report.show_diagnosis(diagnosis.of_paths([log or "-"]), as_json=json))
     else:
         raise _errors.UsageError("diagnose: name a log, or --inventory, or --explain CAUSE")
 
@@ -421,7 +421,7 @@ def diagnose(
         "cause": "a name for it, such as cuda-out-of-memory",
         "line": "a line of the log that shows it; can be repeated",
         "title": "one line for people",
-        "area": "what it is about, such as memory, driver, network, config",
+        "area": "what it is about; a wrong one lists them all",
         "meaning": "what happened",
         "check": "how to make sure",
         "remedy": "what to do",

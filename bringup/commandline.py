@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +30,15 @@ _remainder = ""
 def remainder() -> str:
     """What stood after `--` on the command line."""
     return _remainder
+
+
+def piped() -> bool:
+    """Is standard input a pipe or a file, so that somebody means it to be read?"""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def install() -> None:
