@@ -374,7 +374,11 @@ def check_proxies(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """A proxy for everybody spares the node itself: warm-ups and health probes go to its own address."""
     proxies = (facts.get("settings") or {}).get("proxies") or {}
     spared = {part.strip() for part in proxies.get("no_proxy", "").split(",")}
-    if (proxies.get("http_proxy") or proxies.get("all_proxy")) and not spared & {"localhost", "127.0.0.1", "*"}:
+    if (proxies.get("http_proxy") or proxies.get("all_proxy")) and not spared & {
+        "localhost",
+        "127.0.0.1",
+        "*",
+    }:
         yield Finding(
             "PROXY_TAKES_LOOPBACK",
             "warning",
