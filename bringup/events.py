@@ -266,7 +266,8 @@ class Tally:
     def _gather(self, data: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         host = str(data.get("host", ""))
         for part in (result, *_item_results(result)):
-            for key, found in (("bringup_starts", self._starts), ("findings", self._findings)):
+            kinds = (("bringup_starts", self._starts), ("findings", self._findings))
+            for key, found in (*kinds, ("preflight_findings", self._findings)):
                 found.extend(
                     {"host": host, **redact.data(item)}
                     for item in _as_list(part.get(key))
