@@ -409,7 +409,7 @@ def run(
 @task(
     positional=["log"],
     help={
-        "log": "a log, a folder, an archive, or - for standard input",
+        "log": "a log, a folder, an archive, or - for standard input (which is read too when it is a pipe)",
         "inventory": "look at the nodes of this inventory instead: journal and log of the last failure",
         "limit": LIMIT,
         "explain": "all that is known about a cause, by its name",
@@ -418,7 +418,7 @@ def run(
 )
 def diagnose(
     c: Context,
-    log: str = "",
+    log: str | None = None,
     inventory: str | None = None,
     limit: str | None = None,
     explain: str | None = None,
@@ -433,8 +433,8 @@ def diagnose(
     elif inventory:
         rows = looking.crashes(looking.targets(inventory, limit), looking.CRASH_LINES)
         _end(report.show_crashes(rows, as_json=json))
-    elif log:
-        _end(report.show_diagnosis(diagnosis.of_paths([log]), as_json=json))
+    elif log or commandline.piped():
+        _end(report.show_diagnosis(diagnosis.of_paths([log or "-"]), as_json=json))
     else:
         raise _errors.UsageError("diagnose: name a log, or --inventory, or --explain CAUSE")
 
@@ -447,7 +447,7 @@ def diagnose(
         "cause": "a name for it, such as cuda-out-of-memory",
         "line": "a line of the log that shows it; can be repeated",
         "title": "one line for people",
-        "area": "what it is about, such as memory, driver, network, config",
+        "area": "what it is about; a wrong one lists them all",
         "meaning": "what happened",
         "check": "how to make sure",
         "remedy": "what to do",
@@ -515,7 +515,7 @@ def envs_lock(c: Context, engine: str, arch: str = "x86_64", json: bool = False)
         "limit": LIMIT,
         "service": "only this service",
         "suite": "a suite of catalog/suites",
-        "against": "compare with: profile (its own measurement), an earlier bench run, or a result.json",
+        "against": "compare with: profile (its own measurement) or a profile, an earlier bench run, or a file",
         "json": JSON,
     }
 )
@@ -528,7 +528,7 @@ def bench(
     against: str | None = None,
     json: bool = False,
 ) -> None:
-    """Measure servers under a suite of loads and judge against a measurement (exit 4: worse)."""
+    """Measure servers under a suite of loads and judge against a measurement (exit 7: a gate failed)."""
     from bringup import measuring, report
 
     record, result, compared = measuring.run(
@@ -538,23 +538,31 @@ def bench(
 
 
 @task(
-    positional=["inventory"],
     help={
         "inventory": INVENTORY,
-        "limit": "the one host on which settings are tried",
+        "limit": "the one host on which settings are tried (default: the first that has the service)",
         "service": "which service, when the host has more than one",
+        "resume": "go on with an interrupted run, by its id, a part of it, or `last`",
+        "write": "write the picked profile into the catalog as well",
         "yes": YES,
         "json": JSON,
     },
 )
 def tune(
-    c: Context, inventory: str, limit: str, service: str | None = None, yes: bool = False, json: bool = False
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    service: str | None = None,
+    resume: str | None = None,
+    write: bool = False,
+    yes: bool = False,
+    json: bool = False,
 ) -> None:
     """Try a profile's tuning settings on one server, pick one by measurement, and put the server back."""
     from bringup import report, tuning
 
-    tuned = tuning.run(inventory, limit, service=service, yes=yes, say=report.say)
-    report.show_tuned(tuned, as_json=json)
+    tuned = tuning.run(inventory, limit, service=service, resume=resume, write=write, yes=yes, say=report.say)
+    _end(report.show_tuned(tuned, as_json=json))
 
 
 # ---------------------------------------------------------------- flags

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,18 +18,29 @@ from typing import Any
 from invoke import exceptions
 from invoke.program import Program
 
-from bringup.errors import BringupError, Exit, did_you_mean
+from bringup.errors import BringupError, Exit, Problem, UsageError, did_you_mean
 
 TRACEBACK_VARIABLE = "BRINGUP_TRACEBACK"
 """Set it to see the traceback of an internal error."""
 
 _UNKNOWN = re.compile(r"No idea what '(?P<token>.*)' is!")
 _remainder = ""
+_twins = False
+_faults: list[str] = []
 
 
 def remainder() -> str:
     """What stood after `--` on the command line."""
     return _remainder
+
+
+def piped() -> bool:
+    """Is standard input a pipe or a file, so that somebody means it to be read?"""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def install() -> None:
@@ -48,7 +60,12 @@ def show(error: BringupError) -> None:
 
 def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     def parse_tasks(self: Program) -> None:
-        self.core.unparsed = joined(self.core.unparsed, set(_task_names(self)))
+        global _twins, _faults
+        try:
+            words, _twins, _faults = without_twins(self.core.unparsed)
+        except UsageError as error:
+            raise exceptions.Exit(str(error), code=int(Exit.USAGE)) from None
+        self.core.unparsed = joined(words, set(_task_names(self)))
         # Making contexts takes the help texts out of the tasks, so they are made once.
         contexts = self.collection.to_contexts(ignore_unknown_help=self.config.tasks.ignore_unknown_help)
         self.collection.to_contexts = lambda **_: contexts  # type: ignore[method-assign]
@@ -119,11 +136,59 @@ def _left_out(program: Program, error: exceptions.ParseError) -> list[str]:
     return [f"--{name}=" for name in missing]
 
 
+TWINS, FAULT = "--twins", "--fault"
+"""Options of every command on an inventory: work on twins of its hosts, with faults (docs/twins.md)."""
+
+
+def without_twins(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """A command line without `--twins` and `--fault NAME`: the rest, whether twins are meant, and the faults.
+
+    Raises UsageError for a `--fault` without a name.
+    """
+    rest: list[str] = []
+    faults: list[str] = []
+    twins = False
+    given = list(words)
+    while given:
+        word = given.pop(0)
+        name, equals, value = word.partition("=")
+        if word == TWINS:
+            twins = True
+        elif name == FAULT:
+            if not equals and not given:
+                raise UsageError(Problem(FAULT, "needs the name of a fault"))
+            faults.append(value if equals else given.pop(0))
+        else:
+            rest.append(word)
+    if faults and not twins:
+        raise UsageError(Problem(FAULT, "is for twins", "Add --twins."))
+    return rest, twins, faults
+
+
+def _dress(program: Program) -> None:
+    """Brings the twins up that --twins asks for, and puts their inventory in the place of the one named.
+
+    Raises UsageError for a command without an inventory, and what `twins.dress` raises.
+    """
+    if not _twins:
+        return
+    from bringup import twins
+
+    named = [task for task in program.tasks if "inventory" in task.args and task.args["inventory"].value]
+    if not named:
+        raise UsageError(Problem(TWINS, "is for commands on an inventory", "Add --inventory NAME."))
+    for task in named:
+        limit = task.args["limit"].value if "limit" in task.args else None
+        folder = twins.dress(str(task.args["inventory"].value), _faults, limit or None)
+        task.args["inventory"].value = str(folder)
+
+
 def _executing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     def execute(self: Program) -> None:
         global _remainder
         _remainder = self.core.remainder
         try:
+            _dress(self)
             inner(self)
         except BringupError as error:
             show(error)

@@ -130,7 +130,7 @@ def _show_finding(number: int, finding: Finding, console: Console) -> None:
         _show_line(line, console)
     rows = [("Means", finding.meaning), ("Check", finding.check), ("Do", finding.remedy)]
     if finding.runbook:
-        rows.append(("Runbook", f"invoke runbook {finding.runbook}"))
+        rows.append(("Runbook", f"invoke run {finding.runbook}"))
     rows.append(("Source", finding.sources[0]))
     for name, text in rows:
         console.print(f"  [bold]{name}[/]: {escape(text)}", highlight=False)

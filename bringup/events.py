@@ -281,7 +281,8 @@ class Tally:
         host = str(data.get("host", ""))
         self._notes += [f"{host}: {redact.text(str(note))}" for note in _as_list(result.get("bringup_notes"))]
         for part in (result, *_item_results(result)):
-            for key, found in (("bringup_starts", self._starts), ("findings", self._findings)):
+            kinds = (("bringup_starts", self._starts), ("findings", self._findings))
+            for key, found in (*kinds, ("preflight_findings", self._findings)):
                 found.extend(
                     {"host": host, **redact.data(item)}
                     for item in _as_list(part.get(key))

@@ -14,6 +14,7 @@ import tarfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -42,8 +43,16 @@ class Hit:
     number: int
     order: int
     text: str
-    rank: str | None
-    gpu: str | None
+
+    @cached_property
+    def rank(self) -> str | None:
+        """Which process of a server wrote it."""
+        return logtext.rank_of(self.text)
+
+    @cached_property
+    def gpu(self) -> str | None:
+        """The GPU it speaks of."""
+        return logtext.gpu_of(self.text)
 
 
 @dataclass
@@ -94,7 +103,7 @@ def read(sources: Iterable[Source], library: failures.Library) -> Reading:
 def _scan(
     reading: Reading,
     library: failures.Library,
-    tables: tuple[tuple[failures.Pattern, ...], ...],
+    tables: tuple[tuple[failures.Piece, ...], ...],
     name: str,
     chunk: bytes,
     number: int,
@@ -102,29 +111,35 @@ def _scan(
 ) -> int:
     """Match one chunk of whole lines that begins with line `number`; returns the next chunk's number."""
     reading.size += len(chunk)
+    lowered = chunk.lower()
     split = b"\r" in chunk
     counted = 0
-    line_end = -1
-    wanted: dict[str, failures.Pattern] = {}
-    line_start = 0
-    for start, anchor in library.finder.find(chunk.lower()):
+    line_start = line_end = -1
+    wanted: dict[failures.Piece, None] = {}
+
+    def flush() -> None:
+        nonlocal number, counted
+        line = lowered[line_start:line_end]
+        pieces = [piece for piece in wanted if piece.may_match(line)]
+        wanted.clear()
+        if pieces:
+            number += chunk.count(b"\n", counted, line_start)
+            counted = line_start
+            _match(reading, pieces, name, chunk[line_start:line_end], number)
+
+    for start, anchor in library.finder.find(lowered):
         if start >= line_end:
             if wanted:
-                number += chunk.count(b"\n", counted, line_start)
-                counted = line_start
-                _match(reading, wanted, name, chunk[line_start:line_end], number)
-                wanted = {}
+                flush()
             line_start, line_end = _bounds(chunk, start, split)
-        for pattern in tables[anchor]:
-            hits = reading.hits.get(pattern.text)
+        for piece in tables[anchor]:
+            hits = reading.hits.get(piece.pattern)
             if hits is None or hits.count < FULL or is_last:
-                wanted[pattern.text] = pattern
+                wanted[piece] = None
             else:
                 hits.count += 1
     if wanted:
-        number += chunk.count(b"\n", counted, line_start)
-        counted = line_start
-        _match(reading, wanted, name, chunk[line_start:line_end], number)
+        flush()
     return number + chunk.count(b"\n", counted)
 
 
@@ -140,18 +155,17 @@ def _bounds(chunk: bytes, at: int, split: bool) -> tuple[int, int]:
     return start, max(end, at + 1)
 
 
-def _match(reading: Reading, wanted: dict[str, failures.Pattern], name: str, raw: bytes, number: int) -> None:
-    """Add a hit for each pattern that matches a record of the line."""
+def _match(reading: Reading, pieces: Iterable[failures.Piece], name: str, raw: bytes, number: int) -> None:
+    """Add a hit for each pattern of which a piece matches a record of the line."""
     for text in logtext.records(raw):
         if logtext.is_echo(text):
             continue
-        hit: Hit | None = None
-        for pattern in wanted.values():
-            if pattern.regex.search(text):
-                if hit is None:
-                    reading.order += 1
-                    hit = Hit(name, number, reading.order, text, logtext.rank_of(text), logtext.gpu_of(text))
-                reading.hits.setdefault(pattern.text, Hits()).add(hit)
+        found = dict.fromkeys(piece.pattern for piece in pieces if piece.regex.search(text))
+        if found:
+            reading.order += 1
+            hit = Hit(name, number, reading.order, text)
+            for pattern in found:
+                reading.hits.setdefault(pattern, Hits()).add(hit)
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

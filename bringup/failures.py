@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bringup import ROOT, entries, logtext
+from bringup import ROOT, entries, logtext, multifind
 from bringup.errors import Problem, UsageError
 
 FOLDER = ROOT / "catalog" / "failures"
@@ -41,7 +41,10 @@ class Clause(entries.Entry):
     all: tuple[str, ...] = Field(default=(), description="regular expressions, each matched within one line")
     line: str | None = Field(default=None, description="short for `all` with one pattern")
     xid: tuple[int, ...] = Field(default=(), description="short for the GPU error codes of the NVIDIA driver")
-    none: tuple[str, ...] = Field(default=(), description="a line that matches one of these rules it out")
+    unless: tuple[str, ...] = Field(default=(), description="not a line that matches one of these too")
+    none: tuple[str, ...] = Field(
+        default=(), description="another line that matches one of these rules it out"
+    )
     within: int = Field(
         default=0, ge=0, description="lines between the patterns; 0: anywhere in the evidence"
     )
@@ -65,12 +68,22 @@ class Clause(entries.Entry):
         xid = (xid_pattern(self.xid),) if self.xid else ()
         return ((self.line,) if self.line else ()) + xid + self.all
 
+    @cached_property
+    def exceptions(self) -> re.Pattern[str] | None:
+        """What a line that matches must not match too."""
+        return any_of(self.unless)
+
+    @field_validator("unless")
+    @classmethod
+    def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _checked(value)
+
     @field_validator("line", "all", "none")
     @classmethod
     def _usable(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         for pattern in (value,) if isinstance(value, str) else value or ():
             try:
-                logtext.anchors_of(pattern)
+                _usable_pattern(pattern)
             except re.error as error:
                 raise ValueError(f"not a regular expression: {error}: {pattern}") from None
         return value
@@ -85,7 +98,29 @@ def xid_pattern(codes: Sequence[int]) -> str:
     between = (
         r"(?:[\s:=#>`'\"(-]|pci:[\w:.]+|[0-9a-f]{4,8}:[\w:.]+|\)|errors?\b|codes?\b|events?\b|number\b){0,8}"
     )
-    return rf"xids?\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
+    return rf"\b(?:xid|xids)\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
+
+
+def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns. Raises ValueError when one is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}: {pattern}") from None
+    return patterns
+
+
+def any_of(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    """One expression for any of the patterns, None for none."""
+    joined = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return re.compile(joined, re.IGNORECASE | re.ASCII) if joined else None
+
+
+def _usable_pattern(pattern: str) -> None:
+    """Raises ValueError or re.error when the pattern cannot be used as a rule."""
+    for text in logtext.alternatives(pattern):
+        logtext.needs_of(text)
 
 
 class Failure(entries.Entry):
@@ -120,17 +155,42 @@ class Failure(entries.Entry):
     samples: tuple[str, ...] = Field(min_length=1, description="texts in which the rule must find its cause")
     sources: tuple[str, ...] = Field(min_length=1)
 
+    @cached_property
+    def look_alike(self) -> re.Pattern[str] | None:
+        """Lines that match this are not evidence."""
+        return any_of(self.benign)
 
-@dataclass(frozen=True)
-class Pattern:
-    """One regular expression of some clause, compiled when its anchor is first seen."""
+    @field_validator("benign")
+    @classmethod
+    def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _checked(value)
 
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One alternative of a clause's pattern: the texts a line must contain, cheapest first, and the rest.
+
+    `pattern` is the whole pattern as the clause has it. `needs`: of each set at least one text is in the line.
+    """
+
+    pattern: str
     text: str
-    anchors: frozenset[str]
+    needs: tuple[frozenset[bytes], ...]
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
+        """Compiled when first needed: a log touches few of the rules."""
         return re.compile(self.text, re.IGNORECASE | re.ASCII)
+
+    @cached_property
+    def others(self) -> tuple[tuple[bytes, ...], ...]:
+        """What the line must contain beside the text that led to it."""
+        edge = logtext.EDGE.encode()
+        return tuple(tuple(text.strip(edge) for text in texts) for texts in self.needs[1:])
+
+    def may_match(self, lowered: bytes) -> bool:
+        """Whether the lower-case line has all it must contain."""
+        return all(any(text in lowered for text in texts) for texts in self.others)
 
 
 @dataclass(frozen=True)
@@ -138,44 +198,11 @@ class Library:
     """All causes by name, all their patterns, and what finds candidate lines quickly."""
 
     causes: Mapping[str, Failure]
-    patterns: Mapping[str, Pattern]
-    by_anchor: Mapping[bytes, tuple[Pattern, ...]] = field(repr=False)
+    by_anchor: Mapping[bytes, tuple[Piece, ...]] = field(repr=False)
 
     @cached_property
-    def finder(self) -> Finder:
-        return Finder(tuple(self.by_anchor))
-
-
-class Finder:
-    """Where any of many lower-case texts occur in a chunk, overlapping ones too.
-
-    A chunk's distinct words are far fewer than its bytes, even when no two lines are alike: an anchor whose
-    words are not among them is not looked for. What remains is searched with bytes.find (4 GB/s).
-    """
-
-    def __init__(self, anchors: tuple[bytes, ...]) -> None:
-        self._anchors = [(index, anchor, _words(anchor)) for index, anchor in enumerate(anchors)]
-
-    def find(self, lowered: bytes) -> list[tuple[int, int]]:
-        """(start, index of the anchor) of each occurrence, in order of the starts."""
-        vocabulary = b" ".join(set(lowered.translate(_LETTERS).split()))
-        hits: list[tuple[int, int]] = []
-        for index, anchor, words in self._anchors:
-            if all(word in vocabulary for word in words):
-                start = lowered.find(anchor)
-                while start >= 0:
-                    hits.append((start, index))
-                    start = lowered.find(anchor, start + 1)
-        hits.sort()
-        return hits
-
-
-_LETTERS = bytes(code if 97 <= code <= 122 else 32 for code in range(256))
-
-
-def _words(anchor: bytes) -> tuple[bytes, ...]:
-    """The anchor's runs of letters, the longest and so rarest first."""
-    return tuple(sorted(anchor.translate(_LETTERS).split(), key=len, reverse=True))
+    def finder(self) -> multifind.Finder:
+        return multifind.Finder(self.by_anchor)
 
 
 UNUSUAL = (
@@ -221,19 +248,19 @@ def load(folder: Path = FOLDER) -> dict[str, Failure]:
 
 def compile_library(causes: Mapping[str, Failure]) -> Library:
     """The library of these causes."""
-    patterns = {text: Pattern(text, logtext.anchors_of(text)) for text in _texts(causes.values())}
-    by_anchor: dict[bytes, list[Pattern]] = {}
-    for pattern in patterns.values():
-        for anchor in pattern.anchors:
-            by_anchor.setdefault(anchor.encode(), []).append(pattern)
-    return Library(causes, patterns, {key: tuple(value) for key, value in by_anchor.items()})
+    by_anchor: dict[bytes, list[Piece]] = {}
+    for pattern in _texts(causes.values()):
+        for text in logtext.alternatives(pattern):
+            piece = Piece(pattern, text, logtext.needs_of(text))
+            for anchor in piece.needs[0]:
+                by_anchor.setdefault(anchor, []).append(piece)
+    return Library(causes, {key: tuple(value) for key, value in by_anchor.items()})
 
 
 def _texts(causes: Iterable[Failure]) -> list[str]:
     """Every distinct pattern text."""
     texts: dict[str, None] = {UNUSUAL: None}
     for failure in causes:
-        texts.update(dict.fromkeys(failure.benign))
         for clause in failure.match:
             texts.update(dict.fromkeys([*clause.patterns, *clause.none]))
     return list(texts)
@@ -272,20 +299,26 @@ def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Pa
         key for key in ("title", "area", "meaning", "check", "remedy", "source") if not answers.get(key)
     ]
     problems.extend(Problem(key, "needs an answer") for key in missing)
-    if not [line for line in lines if line.strip()]:
+    if not any(line.strip() for line in lines):
         problems.append(Problem("lines", "none given", "Give at least one line of the log."))
     if problems:
         raise UsageError(problems)
+    kept = [line.strip() for line in lines if line.strip()]
+    sample = "\n".join(kept)
+    known = _known_as(sample, folder)
+    if known:
+        what = f'is already known as "{known}"'
+        raise UsageError(Problem("lines", what, f"Add the lines to the samples of {known}.yml."))
     entry = {
         "title": answers["title"],
         "area": answers["area"],
         "kind": answers.get("kind") or "root",
         "severity": answers.get("severity") or "error",
-        "match": [{"line": open_pattern(line)} for line in lines if line.strip()],
+        "match": [{"all": [open_pattern(line) for line in kept]}],
         "meaning": answers["meaning"],
         "check": answers["check"],
         "remedy": answers["remedy"],
-        "samples": ["\n".join(line.strip() for line in lines if line.strip())],
+        "samples": [sample],
         "sources": [answers["source"]],
     }
     entries.build(Failure, entry, path.name)
@@ -293,11 +326,22 @@ def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Pa
     return path
 
 
+def _known_as(text: str, folder: Path) -> str | None:
+    """The cause that the folder's rules already see in the text; notes and follow-ups aside."""
+    from bringup import evidence, verdicts
+
+    known = library(folder)
+    found = verdicts.judge(evidence.read([evidence.of_text("", text)], known), known, verdicts.Context())
+    first = next((item for item in found if item.severity != "note" and item.kind == "root"), None)
+    return first.cause if first else None
+
+
 _OPEN = re.compile(
     r"(?P<path>(?:/[\w.@+-]+){2,})|(?P<hex>\b0x[0-9a-fA-F]+\b|\b[0-9a-f]{8,}\b)|(?P<number>\d+(?:[.:]\d+)*)"
 )
 _PREFIX = re.compile(
-    r"^(?:\[[^\]]*\]\s*|\([^)]*\)\s*|[A-Z]+ +\d\d-\d\d [\d:.]+ +|\d{4}-\d\d-\d\d[ T][\d:.,+Z-]+\s*)+"
+    r"^(?:\[[^\]]*\]\s*|(?:ERROR|WARNING|WARN|INFO|FATAL|CRITICAL)[:\s]+|\([^)]*\)\s*"
+    r"|[A-Z]+ +\d\d-\d\d [\d:.]+ +|\d{4}-\d\d-\d\d[ T][\d:.,+Z-]+\s*)+"
 )
 
 

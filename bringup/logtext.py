@@ -15,15 +15,22 @@ sre_parser: Any = importlib.import_module("re._parser")
 MIN_ANCHOR = 3
 """Bytes: shorter fixed text is in every log and would make the prefilter useless."""
 
+EDGE = "\0"
+"""Stands in a required text where a word must begin or end; no log text has it."""
+
 MAX_LINE = 16_384
 """Characters of one line that are looked at; usage texts and dumped configurations are longer."""
 
 # fmt: off
 COMMON = frozenset((
-    "error", "failed", "cuda", "nccl", "nvidia", "driver", "version", "memory", "device", "kernel",
+    "error", "fail", "failed", "cuda", "nccl", "nvidia", "driver", "version", "memory", "device", "kernel",
     "model", "cache", "file", "found", "timeout", "server", "info", "warn", "warning", "torch", "rank",
     "worker", "vllm", "sglang", "python", "not_found", "timed", "engine", "process", "unknown", "load",
-    "loading", "tokens", "batch", "start", "exit", "token", "gpu0", "health", "request", "http",
+    "loading", "tokens", "batch", "start", "exit", "token", "gpu", "health", "request", "http",
+    "accept", "tensor", "layer", "weight", "usage", "graph", "exception", "number", "size", "port",
+    "running", "service", "missing", "host", "hub", "using", "with", "from", "for", "not", "the", "kv",
+    "access", "wait", "all", "and", "address", "thread", "time", "run", "local", "name", "line", "set",
+    "prefill", "decode", "queue", "chunk", "stream", "expert", "step", "length", "rate", "len", "no",
 ))
 # fmt: on
 """Anchors that healthy logs are full of: another literal of the pattern is better."""
@@ -114,7 +121,7 @@ _ECHO = re.compile(
 
 
 def is_echo(line: str) -> bool:
-    """Whether the line only repeats the command line's settings, a program's usage or a play's headings: no evidence."""
+    """Whether the line only repeats settings, a program's usage or a play's headings: no evidence."""
     return _ECHO.search(line) is not None
 
 
@@ -133,26 +140,50 @@ def gpu_of(line: str) -> str | None:
     return next(group for group in found.groups() if group).lower() if found else None
 
 
-def anchors_of(pattern: str) -> frozenset[str]:
-    """Lower-case texts of which at least one is in every line the pattern matches.
+def alternatives(pattern: str) -> list[str]:
+    """The pattern split at the bars outside of all brackets."""
+    parts = [""]
+    depth = 0
+    inside_class = False
+    letters = iter(pattern)
+    for letter in letters:
+        if letter == "\\":
+            letter += next(letters, "")
+        elif inside_class:
+            inside_class = letter != "]"
+        elif letter == "[":
+            inside_class = True
+        elif letter in "()":
+            depth += 1 if letter == "(" else -1
+        elif letter == "|" and not depth:
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return parts
 
-    Raises ValueError when the pattern has no fixed text of MIN_ANCHOR characters, re.error when it is
-    not a regular expression. The patterns are matched without regard to case, hence lower case.
+
+def needs_of(pattern: str) -> tuple[frozenset[bytes], ...]:
+    """Sets of lower-case texts: every line that the pattern matches has one text of each. The rarest first.
+
+    EDGE at an end of a text says that a word ends there.
+
+    Raises ValueError when the pattern has no fixed text of MIN_ANCHOR bytes, re.error when it is not a regular
+    expression. The patterns are matched without regard to case, hence lower case.
     """
-    best = _required(sre_parser.parse(pattern, re.IGNORECASE | re.ASCII))
-    if best is None:
-        raise ValueError(f"has no fixed text of {MIN_ANCHOR} characters in every alternative: {pattern}")
-    return best
+    found = _required(sre_parser.parse(pattern, re.IGNORECASE | re.ASCII))
+    if not found:
+        raise ValueError(f"has no fixed text of {MIN_ANCHOR} letters in every alternative: {pattern}")
+    ordered = sorted(dict.fromkeys(found), key=_worth, reverse=True)
+    return tuple(frozenset(text.encode() for text in texts) for texts in ordered)
 
 
-def _required(tree: Iterable[Any], prefix: str = "") -> frozenset[str] | None:
-    """The best set of texts one of which the parsed sequence, after `prefix`, must contain; or None."""
+def _required(tree: Iterable[Any], prefix: str = "") -> list[frozenset[str]]:
+    """Sets of texts, one of each of which the parsed sequence, after `prefix`, must contain."""
     found: list[frozenset[str]] = []
     run: list[str] = [*prefix]
 
     def close() -> None:
-        for piece in _pieces("".join(run)):
-            found.append(frozenset({piece}))
+        found.extend(frozenset({piece}) for piece in _pieces("".join(run)))
         run.clear()
 
     def walk(nodes: Iterable[Any]) -> None:
@@ -162,41 +193,38 @@ def _required(tree: Iterable[Any], prefix: str = "") -> frozenset[str] | None:
             elif op is sre.SUBPATTERN:
                 walk(value[3])
             elif op is sre.AT:
-                continue
+                if value is sre.AT_BOUNDARY:
+                    run.append(EDGE)
             elif op is sre.BRANCH:
-                _add(found, _branches(value[1], "".join(run)))
+                found.extend(_branches(value[1], "".join(run)))
                 close()
             elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT) and value[0] >= 1:
                 close()
-                _add(found, _required(value[2]))
+                found.extend(_required(value[2]))
             elif op is sre.ATOMIC_GROUP:
                 close()
-                _add(found, _required(value))
+                found.extend(_required(value))
             elif op not in (sre.ASSERT, sre.ASSERT_NOT):
                 close()
 
     walk(tree)
     close()
-    return max(found, key=_worth, default=None)
+    return found
 
 
-def _add(found: list[frozenset[str]], more: frozenset[str] | None) -> None:
-    if more is not None:
-        found.append(more)
-
-
-def _branches(branches: Iterable[Any], prefix: str) -> frozenset[str] | None:
-    """The union of what each branch after `prefix` requires, or None when one requires nothing.
+def _branches(branches: Iterable[Any], prefix: str) -> list[frozenset[str]]:
+    """The union of what each branch after `prefix` requires most, or nothing when one requires nothing.
 
     The parser takes the letters that all alternatives begin with out of them: they are the prefix.
     """
     union: frozenset[str] = frozenset()
     for branch in branches:
         required = _required(branch, prefix)
-        if required is None:
-            return None
-        union |= required
-    return union
+        if not required:
+            return []
+        best: frozenset[str] = max(required, key=_worth)
+        union |= best
+    return [union]
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -205,8 +233,11 @@ def _pieces(text: str) -> Iterator[str]:
     for letter in [*text, "\n"]:
         if letter in _PATTERN_BREAKS:
             joined = "".join(piece)
-            if len(joined.strip().encode()) >= MIN_ANCHOR:
-                yield joined
+            inner = joined.strip(EDGE).replace(EDGE, "")
+            if len(inner.strip().encode()) >= MIN_ANCHOR:
+                before = EDGE if joined.startswith(EDGE) else ""
+                after = EDGE if joined.endswith(EDGE) else ""
+                yield f"{before}{inner}{after}"
             piece.clear()
         else:
             piece.append(letter)
@@ -214,5 +245,11 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _worth(texts: frozenset[str]) -> tuple[float, int]:
     """A set is as good as its worst member; long and uncommon is good, few is better."""
-    worst = min((4.0 if text.strip(" :=.'_-[]()") in COMMON else min(len(text), 16)) for text in texts)
-    return worst, -len(texts)
+    return min(_rarity(text) for text in texts), -len(texts)
+
+
+def _rarity(text: str) -> float:
+    """How seldom the text is in a log, by its words: the letters beside those of common words."""
+    words = re.findall(r"[a-z]{3,}|[^\x00-\x7f]+", text)
+    uncommon = sum(len(word) for word in words if word.rstrip("s") not in COMMON)
+    return min(uncommon, 16) + text.count(EDGE) / 2 + min(len(text), 32) / 128

@@ -227,7 +227,7 @@ def program(request: Mapping[str, Any]) -> str:
     folder = ROOT / "bringup" / "node"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("__init__", "contents", "download", "files", "shelf", "store"):
+        for name in ("__init__", "contents", "download", "fetch", "files", "shelf", "store"):
             archive.write(folder / f"{name}.py", f"bringup_node/{name}.py")
     packed = base64.b64encode(buffer.getvalue()).decode()
     return (

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -90,15 +90,17 @@ def run(
     force_unlock: bool = False,
     outside_window: str = "",
     resume: str = "",
+    locked: bool = False,
     view: progress.Progress | None = None,
     after: After | None = None,
 ) -> runs.RunRecord:
     """Runs `playbooks/<playbook>.yml` on an inventory and gives its finished record.
 
     `name` is how the run is called (default: the playbook). `after` is called when everything succeeded and
-    gives what servers answered, for the record. `outside_window`: why nodes are changed outside of their
-    windows; `resume`: an earlier run of the same, whose finished hosts are left out. Raises UsageError with every problem of intent or catalog
-    (before any node is contacted) and Locked.
+    gives what servers answered, for the record. `locked`: the caller holds the inventory's lock.
+    `outside_window`: why nodes are changed outside of their windows; `resume`: an earlier run of the same,
+    whose finished hosts are left out. Raises UsageError with every problem of intent or catalog (before any
+    node is contacted) and Locked.
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
@@ -126,7 +128,9 @@ def run(
     try:
         with (
             signals() as caught,
-            lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
+            nullcontext(())
+            if locked
+            else lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
         ):
             record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
             return _recorded(record, job, plan, seen, caught, after)

@@ -34,8 +34,20 @@ MEMORY_SHARE = 0.9
 GPU_MEMORY_SHARE = 0.93
 """Part of a GPU's nominal memory that the driver must show: ECC and firmware take the rest."""
 
-HARD_XIDS = frozenset({48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+HARD_XIDS = frozenset({48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, *range(144, 151)})
 """Xid errors that mean hardware or a driver that must be reset (https://docs.nvidia.com/deploy/xid-errors/)."""
+
+OWN_UNITS = "bringup-"
+"""How the names of our servers' units begin: they may hold GPUs."""
+
+IDLE_GIB = 2.0
+"""GPU memory that may be used where none of our servers runs: drivers and monitors take some."""
+
+FILES_SHARE = 0.01
+"""Part of a file system's inodes that must be free: caches hold very many small files."""
+
+NUMA_MEMORY_SHARE = 0.8
+"""Part of a memory node's nominal size that must be there."""
 
 ANY_ADDRESSES = frozenset({"0.0.0.0", "::", "*", ""})
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -91,6 +103,7 @@ class Expected:
     rooms: tuple[Room, ...] = ()
     memory: int = 0
     now: float | None = None
+    numa: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Expected:
@@ -100,6 +113,7 @@ class Expected:
                 **data,
                 "ports": tuple(Port(**port) for port in data.get("ports", ())),
                 "rooms": tuple(Room(**room) for room in data.get("rooms", ())),
+                "numa": tuple(data.get("numa", ())),
             }
         )
 
@@ -220,6 +234,18 @@ def check_clock(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_clock_kept(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Somebody keeps the clock right; without, it drifts until certificates fail."""
+    if facts["clock"]["synchronized"] is False and expected.gpus:
+        yield Finding(
+            "CLOCK_NOT_KEPT",
+            "warning",
+            "nobody keeps the clock right",
+            "timedatectl: NTPSynchronized=no",
+            "Install a time service: sudo apt-get install chrony",
+        )
+
+
 def check_package_lock(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """Somebody installs packages right now: we wait for them, so it is only a word of warning."""
     holder = facts.get("package_lock")
@@ -268,6 +294,14 @@ def check_disks(facts: Facts, expected: Expected) -> Iterator[Finding]:
                 f"Look why (sudo dmesg | grep -i remount), then: sudo mount -o remount,rw {mount}",
             )
             continue
+        if here["files_free"] < FILES_SHARE * here.get("files", 0):
+            yield Finding(
+                "DISK_NO_INODES",
+                "error",
+                f"{mount} has {here['files_free']} free inodes of {here['files']}: new files cannot be made there",
+                f"{here['kind']} on {mount}",
+                f"Remove small files, caches first: sudo du --inodes -x --max-depth=2 {mount} | sort -n | tail",
+            )
         missing = sum(max(0, room.needed - disks[room.path]["held"]) for room in rooms)
         if here["free"] < missing + reserve:
             listed = "; ".join(f"{room.path} {size(room.needed)} for {room.purpose}" for room in rooms)
@@ -336,6 +370,49 @@ def check_leftovers(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_proxies(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """A proxy for everybody spares the node itself: warm-ups and health probes go to its own address."""
+    proxies = (facts.get("settings") or {}).get("proxies") or {}
+    spared = {part.strip() for part in proxies.get("no_proxy", "").split(",")}
+    if (proxies.get("http_proxy") or proxies.get("all_proxy")) and not spared & {
+        "localhost",
+        "127.0.0.1",
+        "*",
+    }:
+        yield Finding(
+            "PROXY_TAKES_LOOPBACK",
+            "warning",
+            "a proxy is set for everything on this node, its own address included; servers get NO_PROXY from us, "
+            "people and scripts do not",
+            f"/etc/environment: http_proxy={proxies.get('http_proxy') or proxies.get('all_proxy')}",
+            "Add to /etc/environment: no_proxy=localhost,127.0.0.1,::1",
+        )
+
+
+def check_memory_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The memory nodes are where the plan puts processes: with CPUs and with memory."""
+    there = {row["node"]: row for row in facts.get("numa") or ()}
+    for wanted in expected.numa:
+        if wanted.get("gpu_memory") or not there:
+            continue
+        node = there.get(wanted["node"])
+        if node is None:
+            seen = "it is not there"
+        elif wanted["cpus"] and node["cpus"] != wanted["cpus"]:
+            seen = f"CPUs {node['cpus'] or 'none'}, not {wanted['cpus']}"
+        elif node["memory"] < wanted["memory_gib"] * GIB * NUMA_MEMORY_SHARE:
+            seen = f"{size(node['memory'])} of {size(wanted['memory_gib'] * GIB)}"
+        else:
+            continue
+        yield Finding(
+            "NUMA_UNLIKE",
+            "error",
+            f"memory node {wanted['node']} is not as platform {expected.platform} has it: {seen}",
+            f"nodes: {', '.join(map(str, sorted(there)))}",
+            "Look at numactl -H and the firmware's settings; or give the host the platform that it is",
+        )
+
+
 # --- GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +473,15 @@ def check_driver(facts: Facts, expected: Expected) -> Iterator[Finding]:
             f"Install driver {wanted.get('recommended') or wanted.get('minimum')}, then reboot",
         )
         return
-    if gpu["smi"] is None:
+    if gpu["smi"] is None and "gpu is lost" in (gpu["smi_error"] or "").lower():
+        yield Finding(
+            "GPU_LOST",
+            "error",
+            "the driver has lost a GPU, and no tool can talk to the others either",
+            gpu["smi_error"],
+            "Drain the node and reboot it; call the vendor when it comes back without the GPU",
+        )
+    elif gpu["smi"] is None:
         mismatch = "version mismatch" in (gpu["smi_error"] or "").lower()
         yield Finding(
             "DRIVER_LIBRARY_MISMATCH" if mismatch else "DRIVER_NOT_ANSWERING",
@@ -424,6 +509,149 @@ def check_driver(facts: Facts, expected: Expected) -> Iterator[Finding]:
             "this platform needs the open kernel modules, the closed ones are loaded",
             f"kernel module {gpu['module']}",
             "Install the -open variant of the driver and reboot",
+        )
+
+
+LOG_VERDICTS: Mapping[str, tuple[str, str, str]] = {
+    "switch": (
+        "NVSWITCH_ERROR",
+        "an NVSwitch had a fatal error since boot",
+        "Drain the node, reset all GPUs and switches together or reboot, and call the vendor when it comes back",
+    ),
+    "init": (
+        "GPU_INIT_FAILED",
+        "the driver could not bring a GPU up",
+        "Power-cycle the node (a reboot may not do); check that the driver is right for this GPU",
+    ),
+    "bar": (
+        "GPU_BAR_UNASSIGNED",
+        "the firmware gave a GPU no address window",
+        "Turn on Above 4G Decoding (and Resizable BAR) in the firmware; in a virtual machine enlarge the MMIO window",
+    ),
+    "fallen": (
+        "GPU_FELL_OFF",
+        "a GPU has fallen off the bus since boot",
+        "Drain the node and power-cycle it; call the vendor when it comes back",
+    ),
+}
+"""What kinds of lines in the kernel log (`facts.KERNEL_FAULTS`) mean: code, what, remedy."""
+
+
+def check_kernel_log(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Nothing in the kernel log, beside Xid errors, says that GPUs cannot be used."""
+    if not expected.gpus:
+        return
+    lines: dict[str, list[str]] = defaultdict(list)
+    for row in facts["gpu"].get("kernel_faults", ()):
+        lines[row["kind"]].append(row["line"])
+    for kind, (code, what, remedy) in LOG_VERDICTS.items():
+        if lines[kind]:
+            yield Finding(code, "error", what, lines[kind][-1][:200], remedy)
+
+
+def check_kernel(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The kernel that runs next can have the driver too."""
+    gpu = facts["gpu"]
+    kernels = gpu.get("kernels") or []
+    if not expected.gpus or not kernels:
+        return
+    running = next((row for row in kernels if row["running"]), None)
+    if gpu.get("secure_boot") and gpu["module"] is None and running and running["nvidia"]:
+        yield Finding(
+            "SECURE_BOOT",
+            "error",
+            "secure boot is on and the driver's module is not loaded: its key is probably not enrolled",
+            "mokutil --sb-state: enabled",
+            "Enrol the module's key (sudo mokutil --import ...; reboot) or use signed modules of the distribution",
+        )
+    if running and running["nvidia"] and not running["headers"]:
+        yield Finding(
+            "KERNEL_HEADERS_MISSING",
+            "warning",
+            f"there are no headers for kernel {running['release']}: an update of the driver cannot be built",
+            f"/lib/modules/{running['release']}/build is not there",
+            f"sudo apt-get install linux-headers-{running['release']}",
+        )
+    newest = max(kernels, key=lambda row: numbers(row["release"]))
+    if running and running["nvidia"] and not newest["running"] and not newest["nvidia"]:
+        yield Finding(
+            "KERNEL_WITHOUT_DRIVER",
+            "error",
+            f"kernel {newest['release']} runs after the next reboot, and has no NVIDIA module",
+            f"running: {running['release']}",
+            f"sudo apt-get install linux-headers-{newest['release']} && sudo dkms autoinstall -k {newest['release']}",
+        )
+
+
+def check_device_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """What CUDA opens is there."""
+    gpu = facts["gpu"]
+    if expected.gpus and gpu["smi"] and gpu.get("uvm") is False:
+        yield Finding(
+            "UVM_MISSING",
+            "error",
+            "/dev/nvidia-uvm is not there, so CUDA cannot start",
+            "module nvidia_uvm is not loaded or udev made no node",
+            "sudo nvidia-modprobe -u -c 0",
+        )
+    if expected.gpus and gpu.get("mps"):
+        yield Finding(
+            "MPS_RUNNING",
+            "error",
+            "the multi-process service runs: servers would share its fate and its limits",
+            f"nvidia-cuda-mps-control (pid {gpu['mps']})",
+            "echo quit | sudo nvidia-cuda-mps-control",
+        )
+
+
+def check_links(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Every NVLink carries: one that does not slows all collectives, or hangs them."""
+    if not expected.gpus or not facts["gpu"]["smi"] or not expected.links.get("nvswitches"):
+        return
+    rows = facts["gpu"].get("nvlink") or []
+    broken = [row for row in rows if row["inactive"]]
+    if broken:
+        listed = "; ".join(f"GPU {row['gpu']}: {row['inactive']} of {row['links']}" for row in broken)
+        yield Finding(
+            "NVLINK_DOWN",
+            "error",
+            f"NVLinks are inactive on GPU {', '.join(str(row['gpu']) for row in broken)}",
+            listed,
+            "Look for Xid and SXid errors; restart in the order fabric manager, GPU reset; else call the vendor",
+        )
+
+
+def check_gpu_users(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Nobody but our own servers holds GPU memory."""
+    if not expected.gpus or not facts["gpu"]["smi"]:
+        return
+    limit = expected.threshold("gpu_idle_gib", IDLE_GIB) * GIB
+    strangers: dict[int, tuple[str, list[int]]] = {}
+    unexplained = []
+    for index, gpu in enumerate(facts["gpu"]["smi"]["gpus"]):
+        ours = False
+        for row in gpu.get("processes") or ():
+            if str(row.get("unit") or "").startswith(OWN_UNITS):
+                ours = True
+            elif (row.get("memory") or 0) > limit:
+                strangers.setdefault(row["pid"], (row["name"] or "a process", []))[1].append(index)
+        if not ours and not (gpu.get("processes") or ()) and (gpu.get("memory_used") or 0) > limit:
+            unexplained.append(index)
+    for pid, (name, indexes) in strangers.items():
+        yield Finding(
+            "GPU_BUSY",
+            "error",
+            f"{name} (pid {pid}) holds memory of GPU {', '.join(map(str, indexes))}",
+            f"more than {size(limit)}, in no unit of ours",
+            "Look at it (ps, docker ps), then: invoke cleanup",
+        )
+    if unexplained:
+        yield Finding(
+            "GPU_BUSY",
+            "error",
+            f"memory of GPU {', '.join(map(str, unexplained))} is held, and no process shows for it",
+            f"more than {size(limit)} used",
+            "Look for containers and dead workers (sudo fuser -v /dev/nvidia*), then: invoke cleanup",
         )
 
 
@@ -591,6 +819,17 @@ GPU_RULES: tuple[GpuRule, ...] = (
         "Wait for the fabric manager; look at: sudo journalctl -u nvidia-fabricmanager",
     ),
     GpuRule(
+        "GPU_FABRIC_STATUS",
+        "error",
+        "is in the NVLink fabric, which has not come up well",
+        lambda gpu, expected: (
+            f"fabric {gpu['fabric_state']}, status {gpu['fabric_status']}"
+            if gpu.get("fabric_state") == "Completed" and gpu.get("fabric_status") not in (None, "Success")
+            else None
+        ),
+        "sudo journalctl -u nvidia-fabricmanager; reset all GPUs together, or reboot",
+    ),
+    GpuRule(
         "GPU_HOT",
         "warning",
         "is hotter than it should be",
@@ -639,16 +878,24 @@ CHECKS: tuple[Check, ...] = (
     check_systemd,
     check_python,
     check_clock,
+    check_clock_kept,
     check_package_lock,
     check_memory,
+    check_memory_nodes,
     check_disks,
     check_ports,
     check_leftovers,
+    check_proxies,
     check_gpu_count,
     check_driver,
+    check_kernel,
+    check_kernel_log,
+    check_device_nodes,
     check_fabric,
+    check_links,
     check_xids,
     check_each_gpu,
+    check_gpu_users,
 )
 
 

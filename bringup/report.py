@@ -489,13 +489,14 @@ def show_bench(
     return Exit(record.exit_code if record.exit_code is not None else Exit.INTERNAL)
 
 
-def show_tuned(tuned: Tuned, *, as_json: bool = False) -> None:
+def show_tuned(tuned: Tuned, *, as_json: bool = False) -> Exit:
     """What was tried, what was picked and why, and the profile to add to the catalog."""
     from bringup import tuning
 
+    code = Exit(tuned.record.exit_code if tuned.record.exit_code is not None else Exit.INTERNAL)
     if as_json:
         print_json(tuning.as_json(tuned))
-        return
+        return code
     out = console()
     rows = [
         (
@@ -509,10 +510,11 @@ def show_tuned(tuned: Tuned, *, as_json: bool = False) -> None:
         out.print(f"Rejected {name}: {why}", markup=False)
     out.print(f"Picked {tuned.decision.picked or 'nothing'}: {tuned.decision.reason}", markup=False)
     if tuned.profile is not None:
-        import yaml
-
-        out.print("A profile for catalog/profiles/:")
-        print(yaml.safe_dump(dict(tuned.profile), sort_keys=False, allow_unicode=True), end="")
+        where = tuned.written or f"catalog/profiles/ (runs/{tuned.record.id}/{tuning.CANDIDATE})"
+        out.print(f"A profile for {where}:", markup=False)
+        print(tuning.as_yaml(tuned.profile), end="")
+    out.print(f"Page: runs/{tuned.record.id}/report.html")
+    return code
 
 
 def show_written(path: Path, *, as_json: bool = False) -> None:

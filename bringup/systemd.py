@@ -38,6 +38,9 @@ LEASE_PORT = 7766
 
 WATCH_EVERY_S = 30
 
+PREFILL_S = 900
+"""How long requests in flight may go without any counter moving before a server counts as hung."""
+
 SANDBOX = (
     "NoNewPrivileges=yes",
     "CapabilityBoundingSet=",

@@ -105,9 +105,7 @@ def _composed(host: HostPlan, platform: Mapping[str, Any]) -> dict[str, Any]:
     }
     if gpus:
         made["gpus"] = [_gpu(host, number, gpus, platform) for number in range(gpus["count"])]
-        made["switches"] = [
-            f"0000:{bus}:00.0" for bus in SWITCH_ADDRESSES[: platform["links"]["nvswitches"]]
-        ]
+        made["switches"] = [f"0000:{bus}:00.0" for bus in SWITCH_ADDRESSES[: platform["links"]["nvswitches"]]]
         made["needs_open"] = bool(driver.get("open_modules"))
         made["needs_root_persistence"] = _is_grace(platform)
         made["driver"] = born_driver(driver)
@@ -340,7 +338,11 @@ def _safetensors(tensors: Mapping[str, bytes]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"stand_in": "bringup twin"}}
     at = 0
     for name, content in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": [len(content) // 2], "data_offsets": [at, at + len(content)]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": [len(content) // 2],
+            "data_offsets": [at, at + len(content)],
+        }
         at += len(content)
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + b"".join(tensors.values())
@@ -367,7 +369,9 @@ def _model(planned: PlannedModel, context: int | None) -> PlannedModel:
     )
     source = ModelSource("controller", f".lab/twins/models/{planned.name}-{digest}")
     gone = {"graft": None} if hasattr(planned, "graft") else {}
-    changed = replace(planned, files=rows, sources=(source,), made_by=None, size=sum(map(len, files.values())))
+    changed = replace(
+        planned, files=rows, sources=(source,), made_by=None, size=sum(map(len, files.values()))
+    )
     return replace(changed, **gone) if gone else changed
 
 
@@ -415,7 +419,9 @@ def _host(host: HostPlan, arch: str) -> HostPlan:
         arch=machine if host.arch != "any" else host.arch,
         services=services,
         environments=environments,
-        models=tuple(model if model.made_by else _model(model, context_of(model, host)) for model in host.models),
+        models=tuple(
+            model if model.made_by else _model(model, context_of(model, host)) for model in host.models
+        ),
         expected=expected,
     )
 
@@ -543,7 +549,9 @@ def _variables(given: Mapping[str, Any], services: Iterable[Service]) -> dict[st
 def write_stand_ins(real: Plan, stood_in: Plan) -> None:
     """Puts what the twins' plan names on the controller's disk: wheels, locks, models."""
     for host, twin_host in zip(real.hosts, stood_in.hosts, strict=True):
-        engines = {one.env_name: (one.engine, one.engine_version) for one in twin_host.services if one.is_stand_in}
+        engines = {
+            one.env_name: (one.engine, one.engine_version) for one in twin_host.services if one.is_stand_in
+        }
         for engine, version in engines.values():
             name, content = wheel(engine, version)
             write(FOLDER / "wheels" / name, content)
@@ -590,11 +598,10 @@ def start(twins: Sequence[Twin], plan: Plan, chosen: Mapping[str, Sequence[Fault
         on(engine, twin.name, "twin-born")
         faulty = with_faults(healthy[twin.name], chosen.get(twin.host, ()))
         write(FOLDER / "nodes" / twin.name / "hardware.json", _json(faulty))
-        engine.tries("exec", twin.name, "pkill", "-x", "unattended-upgr")
         on(engine, twin.name, "twin-refresh")
         for fault in chosen.get(twin.host, ()):
             for argv in fault.run:
-                engine.run("exec", "--detach", twin.name, *argv)
+                engine.run("exec", "--detach", twin.name, f"{ON_NODE}/standin", "twin-fault", *argv)
 
     say(f"dressing {len(twins)} twin{'s' * (len(twins) != 1)}")
     with ThreadPoolExecutor(AT_ONCE) as pool:

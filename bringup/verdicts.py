@@ -132,7 +132,7 @@ def _seen(
     for clause in failure.match:
         if not _fits(clause, context):
             continue
-        lines = _clause_hits(clause, failure.benign, hits)
+        lines = _clause_hits(clause, failure.look_alike, hits)
         if lines:
             shown.update({hit.order: hit for hit in lines})
             count = max(count, *(hits[pattern].count for pattern in clause.patterns))
@@ -153,18 +153,15 @@ def _fits(clause: failures.Clause, context: Context) -> bool:
     return all(context.fact(name) in (None, value) for name, value in clause.when.items())
 
 
-def _clause_hits(clause: failures.Clause, benign: tuple[str, ...], hits: Mapping[str, Hits]) -> list[Hit]:
+def _clause_hits(
+    clause: failures.Clause, look_alike: re.Pattern[str] | None, hits: Mapping[str, Hits]
+) -> list[Hit]:
     """Lines in which the clause's patterns occur together; none when something rules it out."""
-    harmless = {
-        (hit.source, hit.number) for text in benign for hit in (hits[text].kept() if text in hits else ())
-    }
+    exceptions = [pattern for pattern in (look_alike, clause.exceptions) if pattern]
     per_pattern = []
     for text in clause.patterns:
-        found = (
-            [hit for hit in hits[text].kept() if (hit.source, hit.number) not in harmless]
-            if text in hits
-            else []
-        )
+        kept = hits[text].kept() if text in hits else []
+        found = [hit for hit in kept if not any(pattern.search(hit.text) for pattern in exceptions)]
         if not found:
             return []
         per_pattern.append(found)
@@ -172,8 +169,7 @@ def _clause_hits(clause: failures.Clause, benign: tuple[str, ...], hits: Mapping
         return []
     groups = [_together(first, per_pattern[1:], clause) for first in per_pattern[0]]
     against = [hit for text in clause.none if text in hits for hit in hits[text].kept()]
-    kept = [group for group in groups if group and not _ruled_out(group, against, clause)]
-    return [hit for group in kept for hit in group]
+    return [hit for group in groups if group and not _ruled_out(group, against, clause) for hit in group]
 
 
 def _together(first: Hit, others: list[list[Hit]], clause: failures.Clause) -> list[Hit]:

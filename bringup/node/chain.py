@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import contents, download, files, relay, store
+from . import contents, download, fetch, files, relay, store
 
 PROGRAM = Path("/opt/bringup/lib/relay")
 SPECS = Path("/run/bringup/relay")
@@ -62,7 +62,7 @@ def _bracketed(address: str) -> str:
 def start(model: Mapping[str, Any], chain: Chain) -> None:
     """Starts the relay of a model, a new one if one runs already. Raises store.StoreFailed."""
     name = str(model["name"])
-    for part in (contents, download, files, relay, store):
+    for part in (contents, download, fetch, files, relay, store):
         target = PROGRAM / "bringup" / "node" / Path(str(part.__file__)).name
         files.write_atomic(target, inspect.getsource(part))
     for folder in ("bringup", "bringup/node"):

@@ -164,7 +164,7 @@ def request(
         response = connection.getresponse()
         return response.status, response.read(RESPONSE_BYTES)
     except TimeoutError:
-        raise NoAnswer(f"{method} {path}: nothing within {limit:g} s") from None
+        raise NoAnswer(f"{method} {path}: nothing within {limit:.0f} s") from None
     except ConnectionRefusedError:
         raise NoAnswer(f"{method} {path}: nothing listens on port {service['port']}") from None
     except (OSError, http.client.HTTPException) as error:

@@ -57,6 +57,10 @@ def run(argv: Sequence[str], limit_s: int = COMMAND_LIMIT_S) -> tuple[int, str]:
     return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
+SLASH = Path("/")
+"""Where hardware is read from; a test reads it from a folder."""
+
+
 def read(path: str | Path) -> str:
     """A file's text, "" when it is not there or may not be read."""
     try:
@@ -194,6 +198,7 @@ def disk(path: str) -> dict[str, Any]:
         "read_only": "ro" in options.split(","),
         "free": room.f_bavail * room.f_frsize,
         "total": room.f_blocks * room.f_frsize,
+        "files": room.f_files,
         "files_free": room.f_favail,
         "held": held(path),
     }
@@ -317,6 +322,9 @@ def leftovers(pattern: str) -> list[dict[str, Any]]:
 NVIDIA_VENDOR = "0x10de"
 GPU_CLASSES = ("0x0300", "0x0302")
 SWITCH_CLASS = "0x0680"
+LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64")
+MPS_PROGRAM = "nvidia-cuda-mps"
+"""The beginning of the names of the multi-process service's two programs, as /proc/<pid>/comm cuts it."""
 
 
 def pci(base: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
@@ -383,7 +391,12 @@ def _gpu(node: ET.Element) -> dict[str, Any]:
         "link_width": _number(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
         "link_width_max": _number(text("pci/pci_gpu_link_info/link_widths/max_link_width")),
         "processes": [
-            {"pid": _number(row.findtext("pid")), "name": row.findtext("process_name")}
+            {
+                "pid": _number(row.findtext("pid")),
+                "name": row.findtext("process_name"),
+                "memory": _mebibytes(row.findtext("used_memory")),
+                "unit": parse_unit(read(f"/proc/{_number(row.findtext('pid'))}/cgroup")),
+            }
             for row in node.findall("processes/process_info")
         ],
     }
@@ -411,35 +424,124 @@ def parse_xids(text: str) -> list[dict[str, Any]]:
     return [{"xid": int(number), "address": at, "line": line} for line, at, number in rows[-XID_LINES_KEPT:]]
 
 
-def gpu(runner: Runner = run) -> dict[str, Any]:
+KERNEL_FAULTS: tuple[tuple[str, str], ...] = (
+    ("switch", r"SXid \(PCI:[^)]*\): \d+, Fatal"),
+    ("init", r"RmInitAdapter failed|rm_init_adapter failed"),
+    ("bar", r"BAR\d+ is 0M|PCI I/O region assigned to your NVIDIA device is invalid"),
+    ("fallen", r"has fallen off the bus"),
+)
+"""Kinds of lines in the kernel log, beside Xid errors, that mean that a GPU or switch cannot be used."""
+
+
+def parse_kernel_faults(text: str) -> list[dict[str, str]]:
+    """The newest lines of each kind of `KERNEL_FAULTS`; Xid lines are left to `parse_xids`."""
+    found = []
+    for kind, pattern in KERNEL_FAULTS:
+        lines = [line for line in text.splitlines() if re.search(pattern, line) and "NVRM: Xid" not in line]
+        found += [{"kind": kind, "line": line.strip()} for line in lines[-3:]]
+    return found
+
+
+def parse_nvlink(text: str) -> list[dict[str, int]]:
+    """Number of NVLinks of each GPU and how many of them are inactive, from `nvidia-smi nvlink -s`; a GPU
+    without links is left out."""
+    found: list[dict[str, int]] = []
+    for line in text.splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            found.append({"gpu": int(match.group(1)), "links": 0, "inactive": 0})
+        elif found and re.match(r"\s+Link \d+:", line):
+            found[-1]["links"] += 1
+            found[-1]["inactive"] += "inactive" in line.lower()
+        elif found and "all links are inactive" in line.lower():
+            found[-1]["links"] = found[-1]["inactive"] = max(1, found[-1]["links"])
+    return found
+
+
+def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     """All about the GPUs; on a node without any, two empty lists and no command run."""
-    devices = pci()
-    module = read("/proc/driver/nvidia/version")
-    tool = shutil.which("nvidia-smi")
+    devices = pci(root / "sys/bus/pci/devices")
+    module = read(root / "proc/driver/nvidia/version")
+    tool = _tool("nvidia-smi", root)
     facts: dict[str, Any] = {
         "pci": devices,
         "module": parse_module_version(module),
         "open_module": "Open Kernel Module" in module if module else None,
-        "nouveau": Path("/sys/module/nouveau").is_dir(),
-        "device_nodes": sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")),
+        "library": library_version(root),
+        "nouveau": (root / "sys/module/nouveau").is_dir(),
+        "device_nodes": sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*")),
+        "uvm": (root / "dev/nvidia-uvm").exists(),
         "tool": tool,
         "smi": None,
         "smi_error": None,
+        "nvlink": [],
         "xids": [],
+        "kernel_faults": [],
+        "kernels": kernels(root),
+        "secure_boot": None,
+        "mps": None,
         "units": {},
         "fabric_manager": None,
     }
     if not (devices["gpus"] or tool or module):
         return facts
     facts.update(_smi(runner) if tool else {})
-    search = ["journalctl", "-k", "-b", "-q", "-o", "cat", "--grep", "NVRM: Xid"]
-    facts["xids"] = parse_xids(runner(search, COMMAND_LIMIT_S)[1])
+    if facts["smi"]:
+        facts["nvlink"] = parse_nvlink(runner(["nvidia-smi", "nvlink", "-s"], GPU_COMMAND_LIMIT_S)[1])
+    log = runner(["journalctl", "-k", "-b", "-q", "-o", "cat", "--grep", "NVRM|SXid"], COMMAND_LIMIT_S)[1]
+    facts["xids"], facts["kernel_faults"] = parse_xids(log), parse_kernel_faults(log)
     for unit in ("nvidia-persistenced", "nvidia-fabricmanager"):
         facts["units"][unit] = runner(["systemctl", "is-active", unit], COMMAND_LIMIT_S)[1].strip()
+    facts["secure_boot"] = secure_boot(runner, root)
+    facts["mps"] = next((pid for pid in pids() if read(f"/proc/{pid}/comm").startswith(MPS_PROGRAM)), None)
     code, text = runner(["nv-fabricmanager", "--version"], COMMAND_LIMIT_S)
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)", text) if code == 0 else None
     facts["fabric_manager"] = match.group(1) if match else None
     return facts
+
+
+def _tool(name: str, root: Path) -> str | None:
+    if root == SLASH:
+        return shutil.which(name)
+    return str(root / "usr/bin" / name) if (root / "usr/bin" / name).exists() else None
+
+
+def library_version(root: Path = SLASH) -> str | None:
+    """The version of the driver's management library on the disk, the newest when there are more."""
+    found = [
+        match.group(1)
+        for folder in LIBRARY_FOLDERS
+        for path in (root / folder).glob("libnvidia-ml.so.*.*")
+        if (match := re.fullmatch(r"libnvidia-ml\.so\.(\d+\.\d+(?:\.\d+)?)", path.name))
+    ]
+    return max(found, key=lambda version: [int(part) for part in version.split(".")], default=None)
+
+
+def kernels(root: Path = SLASH) -> list[dict[str, Any]]:
+    """Installed kernels: release, whether it is the one that runs, has headers, and has an nvidia module."""
+    base = root / "lib/modules"
+    running = platform.release()
+    return [
+        {
+            "release": folder.name,
+            "running": folder.name == running,
+            "headers": (folder / "build").exists(),
+            "nvidia": any(folder.glob("updates/dkms/nvidia.ko*"))
+            or any(folder.glob("kernel/*/nvidia*/nvidia.ko*"))
+            or any(folder.glob("kernel/drivers/video/nvidia.ko*")),
+        }
+        for folder in (sorted(base.iterdir()) if base.is_dir() else [])
+        if folder.is_dir()
+    ]
+
+
+def secure_boot(runner: Runner, root: Path = SLASH) -> bool | None:
+    """Whether the firmware lets only signed modules in; None when nobody can say."""
+    variables = sorted((root / "sys/firmware/efi/efivars").glob("SecureBoot-*"))
+    for path in variables:
+        with suppress(OSError):
+            return path.read_bytes()[-1:] == b"\1"
+    code, text = runner(["mokutil", "--sb-state"], COMMAND_LIMIT_S)
+    return "enabled" in text.lower() if code == 0 else None
 
 
 def _smi(runner: Runner) -> dict[str, Any]:
@@ -453,12 +555,55 @@ def _smi(runner: Runner) -> dict[str, Any]:
     return {"smi_error": reason or f"exit code {code}"}
 
 
+# --- memory nodes and settings ------------------------------------------------------------------------------
+
+
+def numa(root: Path = SLASH) -> list[dict[str, Any]]:
+    """Memory nodes: number, CPUs as the kernel lists them ("" for memory alone) and bytes."""
+    found = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        match = re.search(r"MemTotal:\s+(\d+) kB", read(folder / "meminfo"))
+        found.append(
+            {
+                "node": int(folder.name[4:]),
+                "cpus": read(folder / "cpulist").strip(),
+                "memory": int(match.group(1)) * 1024 if match else 0,
+            }
+        )
+    return sorted(found, key=lambda row: int(row["node"]))
+
+
+def settings(root: Path = SLASH) -> dict[str, Any]:
+    """Settings that matter to servers: page size, huge pages, their transparent use, /dev/shm, proxies."""
+    transparent = re.search(r"\[(\w+)\]", read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return {
+        "page_size": os.sysconf("SC_PAGE_SIZE"),
+        "huge_pages": int(read(root / "proc/sys/vm/nr_hugepages").strip() or 0),
+        "transparent_huge_pages": transparent.group(1) if transparent else None,
+        "shm": _room("/dev/shm"),
+        "proxies": parse_proxies(read(root / "etc/environment")),
+    }
+
+
+def _room(path: str) -> dict[str, int] | None:
+    with suppress(OSError):
+        room = os.statvfs(path)
+        return {"total": room.f_blocks * room.f_frsize, "free": room.f_bavail * room.f_frsize}
+    return None
+
+
+def parse_proxies(text: str) -> dict[str, str]:
+    """Proxy variables of /etc/environment, by name in lower case; what may be a password is left out."""
+    rows = re.findall(r'^(?:export )?((?:https?|no|all)_proxy)="?([^"\n]*)"?$', text, re.MULTILINE | re.I)
+    return {name.lower(): re.sub(r"//[^@/]*@", "//", value) for name, value in rows}
+
+
 # --- all together -------------------------------------------------------------------------------------------
 
 
-def gather(request: Mapping[str, Any], runner: Runner = run) -> dict[str, Any]:
+def gather(request: Mapping[str, Any], runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     """All facts. `request`: `paths` (disks to look at), `users` and `programs` (names), `leftovers` (a
-    pattern of command lines)."""
+    pattern of command lines). Hardware is read below `root`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "host": socket.gethostname(),
@@ -470,7 +615,9 @@ def gather(request: Mapping[str, Any], runner: Runner = run) -> dict[str, Any]:
         "cgroup": cgroup(),
         "python": python(),
         "cpus": os.cpu_count() or 0,
-        "memory": parse_meminfo(read("/proc/meminfo")),
+        "memory": parse_meminfo(read(root / "proc/meminfo")),
+        "numa": numa(root),
+        "settings": settings(root),
         "disks": [disk(path) for path in request.get("paths", [])],
         "listening": listening(),
         "leftovers": leftovers(request.get("leftovers", "")),
@@ -478,7 +625,7 @@ def gather(request: Mapping[str, Any], runner: Runner = run) -> dict[str, Any]:
         "limits": limits(),
         "package_lock": package_lock(),
         "clock": clock(runner),
-        "gpu": gpu(runner),
+        "gpu": gpu(runner, root),
         "programs": {name: shutil.which(name) for name in request.get("programs", [])},
     }
 

@@ -33,6 +33,7 @@ FIRST_TOKENS = 4
 POLL_FIRST_S = 0.1
 POLL_MOST_S = 2.0
 SAY_EVERY_S = 30.0
+NEVER_ASKED = "it was never asked"
 CHILD_MARGIN_S = 10.0
 
 MARKER_WAIT_S = 5.0
@@ -106,7 +107,7 @@ def wait_for_token(
     """The first real answer. Raises NoAnswer (with the last reason) at `until` (monotonic), EngineGone when
     not alive.
     """
-    pause, said, why = POLL_FIRST_S, time.monotonic(), "it was never asked"
+    pause, said, why = POLL_FIRST_S, time.monotonic(), NEVER_ASKED
     while True:
         if not alive():
             raise EngineGone(why)
@@ -124,7 +125,8 @@ def wait_for_token(
                 key=key,
             )
         except NoAnswer as error:
-            why = str(error)
+            # The last try of all may have had no time: what was said before tells more.
+            why = str(error) if limit >= 1 or why == NEVER_ASKED else why
         if time.monotonic() - said >= SAY_EVERY_S:
             said = time.monotonic()
             say(f"waiting for a first token, {until - said:.0f} s left: {why}")

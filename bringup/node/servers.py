@@ -8,6 +8,7 @@ restarts the next time.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,9 @@ from typing import Any
 PYTHON = "/usr/bin/python3"
 LIBRARY = Path("/opt/bringup/lib")
 STARTS = Path("/var/lib/bringup/starts")
+SERVICES = Path("/etc/bringup/services")
+CREDENTIALS = Path("/etc/bringup/credentials")
+UNITS = Path("/etc/systemd/system")
 LEASE = Path("/etc/bringup/lease.json")
 LOOK_LIMIT_S = 60.0
 MARGIN_S = 240.0
@@ -125,7 +129,8 @@ def restart(service: Mapping[str, Any]) -> dict[str, Any]:
 def apply(
     services: Sequence[Mapping[str, Any]], mode: str, changed: Sequence[str], check_only: bool
 ) -> dict[str, Any]:
-    """Start what is not running; restart what is due (mode `now`), or only name it (mode `later`).
+    """Retire what is planned no more, start what is not running, restart what is due (mode `now`) or only name it
+    (mode `later`).
 
     `changed`: paths that this run has changed, or in check mode would have. Gives {changed, bringup_starts,
     due, diff}. Raises ServersFailed with every server that did not come up.
@@ -134,6 +139,10 @@ def apply(
     due: list[str] = []
     failed: list[str] = []
     todo: list[str] = []
+    for old in surplus(services):
+        todo.append(f"retire {old['unit']}: it is planned no more")
+        if not check_only:
+            retire(old)
     for service in services:
         state = current(service)
         pending = check_only and bool(set(service["definition"]) & set(changed))
@@ -152,6 +161,36 @@ def apply(
         raise ServersFailed("\n".join(failed))
     diff = {"before": "", "after": "\n".join(todo) + "\n"} if todo else {}
     return {"changed": bool(todo), "bringup_starts": starts, "due": due, "diff": diff}
+
+
+def surplus(planned: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Services described on the node that are planned no more."""
+    names = {service["name"] for service in planned}
+    found = [read(path) for path in sorted(SERVICES.glob("*.json"))]
+    return [service for service in found if service.get("name") and service["name"] not in names]
+
+
+def retire(service: Mapping[str, Any]) -> None:
+    """Stop a server that is planned no more, and take its units away; its logs and records stay.
+
+    Raises ServersFailed when it does not stop.
+    """
+    name, unit = service["name"], service["unit"]
+    units = [f"bringup-restart-{name}.timer", f"bringup-watch-{name}.service", f"{unit}.service"]
+    units += [f"bringup-log-{name}.service", f"bringup-log-{name}.socket"]
+    there = [one for one in units if (UNITS / one).exists()]
+    code, _, err = run(["systemctl", "disable", "--now", *there], longest(service)) if there else (0, "", "")
+    if code != 0:
+        raise ServersFailed(f"{name} is planned no more and does not stop: {err.strip()}")
+    for path in (
+        *(UNITS / one for one in (*there, f"bringup-restart-{name}.service")),
+        SERVICES / f"{name}.env",
+    ):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(CREDENTIALS / name, ignore_errors=True)
+    run(["systemctl", "daemon-reload"], LOOK_LIMIT_S)
+    # Last: as long as the description is there, a run that was broken off goes on with it.
+    (SERVICES / f"{name}.json").unlink(missing_ok=True)
 
 
 def _try(

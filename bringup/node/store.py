@@ -8,19 +8,23 @@ wrong is fetched again alone. Nothing that is not verified ever has its real nam
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
 from . import contents, download
+from . import fetch as fetch_program
 from .files import locked, read_text, sync_folder, write_atomic
 
 SCHEMA_VERSION = 1
@@ -40,6 +44,18 @@ PROGRESS_EVERY_S = 1.0
 AT_ONCE = 4
 """Files fetched at the same time."""
 
+CLIENT_STAGE = f"{OURS}/client"
+CLIENT_KINDS = ("huggingface", "modelscope")
+CLIENT_TOKENS = {"huggingface": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}
+CLIENT_SETTINGS = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_XET_HIGH_PERFORMANCE": "1",
+}
+CLIENT_STALL_S = 180.0
+"""Seconds without a new byte before a client is ended and plain http is tried."""
+
+CLIENT_LOOK_S = 1.0
 HTTP_KINDS = ("http", "node")
 HERE_KINDS = (*HTTP_KINDS, "path", "huggingface", "modelscope")
 """Sources that the node can use by itself; "controller" needs the other end."""
@@ -259,12 +275,14 @@ def _size(count: float) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What sources need beside their locators: hub addresses, tokens (never logged), the cap on the rate."""
+    """What sources need beside their locators: hub addresses, tokens (never logged), the cap on the rate, and
+    the interpreter of an environment with the hubs' own clients ("": plain http is used)."""
 
     huggingface: str = "https://huggingface.co"
     modelscope: str = "https://modelscope.cn"
     huggingface_token: str = ""
     modelscope_token: str = ""
+    client: str = ""
     limits: download.Limits = field(default_factory=download.Limits)
 
 
@@ -290,28 +308,133 @@ def headers_of(source: Source, access: Access) -> dict[str, str]:
 
 
 def fetch(model: Model, file: File, access: Access, progress: Callable[[int], None]) -> str:
-    """Brings one file from the first source that has it right; returns that source's kind.
+    """Brings one file from the first source that has it right; returns which, and what failed before it.
 
     Raises StoreFailed with every source's reason.
     """
-    reasons = []
+    reasons: list[str] = []
     target = model.folder / file.path
-    for source in model.sources:
-        if source.kind not in HERE_KINDS:
-            continue
+    for source, client in _ways(model, access):
         try:
             if source.kind == "path":
                 copy(Path(source.locator) / file.path, target, file, progress)
+            elif client and not partial_is_begun(target):
+                by_client(model, source, file, access, progress)
             else:
                 address = address_of(source, file, access)
                 wanted = download.Wanted(address, target, file.size, file.sha256, headers_of(source, access))
                 download.fetch(wanted, access.limits, progress)
-            return source.kind
+            way = f"{source.kind} client" if client else source.kind
+            return way + (f" (after {'; '.join(reasons)})" if reasons else "")
         except (download.DownloadFailed, StoreFailed) as error:
             if getattr(error, "cause", "") == "disk":
                 raise StoreFailed(f"{file.path}: {error}") from None
             reasons.append(str(error))
     raise StoreFailed(f"{file.path}: " + ("; ".join(reasons) or "no source has it"))
+
+
+def _ways(model: Model, access: Access) -> list[tuple[Source, bool]]:
+    """The sources that this node can use, in order, and whether by the hub's client: that first, then http."""
+    found = []
+    for source in model.sources:
+        if access.client and source.kind in CLIENT_KINDS:
+            found.append((source, True))
+        if source.kind in HERE_KINDS:
+            found.append((source, False))
+    return found
+
+
+def partial_is_begun(target: Path) -> bool:
+    """Has plain http begun with this file? Then it goes on: the client cannot use what is there."""
+    return download.partial_of(target).exists()
+
+
+def by_client(
+    model: Model, source: Source, file: File, access: Access, progress: Callable[[int], None]
+) -> None:
+    """One file by the hub's own client, verified when it is there. Raises StoreFailed.
+
+    The client works in a folder of its own, which it resumes; it is ended when that folder stops growing.
+    """
+    stage = model.folder / CLIENT_STAGE / source.kind
+    stage.mkdir(parents=True, exist_ok=True)
+    name, _, revision = source.locator.partition("@")
+    request = {
+        "kind": source.kind,
+        "endpoint": getattr(access, source.kind).rstrip("/"),
+        "repository": name,
+        "revision": revision,
+        "path": file.path,
+        "folder": str(stage),
+    }
+    token = getattr(access, f"{source.kind}_token")
+    environment = {
+        **os.environ,
+        **CLIENT_SETTINGS,
+        "HF_HOME": str(stage / "home"),
+        "MODELSCOPE_CACHE": str(stage / "home"),
+        **({CLIENT_TOKENS[source.kind]: token} if token else {}),
+    }
+    code, said = run_client(
+        [access.client, "-c", inspect.getsource(fetch_program)], request, environment, stage, progress
+    )
+    if code:
+        raise StoreFailed(f"{source.kind} client: {said or f'ended with {code}'}")
+    arrived = stage / file.path
+    if reason := fault(arrived, file):
+        arrived.unlink(missing_ok=True)
+        raise StoreFailed(f"{source.kind} client: {file.path} {reason}")
+    target = model.folder / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    arrived.chmod(0o644)
+    with arrived.open("rb") as content:
+        os.fsync(content.fileno())
+    arrived.replace(target)
+
+
+def run_client(
+    argv: Sequence[str],
+    request: Mapping[str, str],
+    environment: Mapping[str, str],
+    stage: Path,
+    progress: Callable[[int], None],
+) -> tuple[int, str]:
+    """Exit code and last line of what a client said; 124 when its folder stopped growing."""
+    with subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        text=True,
+    ) as process:
+        first = last = _grown(stage)
+        moved = time.monotonic()
+        text: str | None = json.dumps(request)
+        while True:
+            try:
+                _, said = process.communicate(text, timeout=CLIENT_LOOK_S)
+                lines = said.strip().splitlines()
+                return process.returncode, lines[-1] if lines else ""
+            except subprocess.TimeoutExpired:
+                text = None
+            size = _grown(stage)
+            progress(max(0, size - first))
+            if size != last:
+                last, moved = size, time.monotonic()
+            if time.monotonic() - moved > CLIENT_STALL_S:
+                process.kill()
+                process.communicate()
+                return 124, f"no byte for {CLIENT_STALL_S:g} s"
+
+
+def _grown(folder: Path) -> int:
+    """Bytes in a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def copy(origin: Path, target: Path, file: File, progress: Callable[[int], None] = lambda done: None) -> None:
@@ -337,14 +460,18 @@ def copy(origin: Path, target: Path, file: File, progress: Callable[[int], None]
     partial.replace(target)
 
 
-def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> None:
-    """All wanted files, some at a time. Raises StoreFailed with every file's reason; what came stays."""
+def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str, str]:
+    """All wanted files, some at a time; returns where each came from.
+
+    Raises StoreFailed with every file's reason; what came stays.
+    """
     progress = Progress(model, wanted)
     failed: list[str] = []
+    came: dict[str, str] = {}
 
     def one(file: File) -> None:
         try:
-            fetch(model, file, access, progress.of(file))
+            came[file.path] = fetch(model, file, access, progress.of(file))
         except StoreFailed as error:
             failed.append(str(error))
             raise
@@ -359,6 +486,7 @@ def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> None:
         progress.end()
     if failed:
         raise StoreFailed(f"model {model.name} could not be fetched: " + " | ".join(failed))
+    return came
 
 
 # --- all together -------------------------------------------------------------------------------------------
@@ -381,8 +509,9 @@ def look(model: Model, deep: bool) -> dict[str, Any]:
 def ensure(model: Model, access: Access, deep: bool = False, owner: int | None = None) -> dict[str, Any]:
     """Brings the folder to what the lock says, or asks for what only the controller has.
 
-    Returns `changed`, `ready`, `faults` (path -> what was wrong), `fetched` (paths), and when files must come
-    from the controller `send` (paths) with `incoming` (the folder to put them into, owned by uid `owner`).
+    Returns `changed`, `ready`, `faults` (path -> what was wrong), `fetched` (paths), `came` (path -> where
+    from, and what failed before), and when files must come from the controller `send` (paths) with `incoming`
+    (the folder to put them into, owned by uid `owner`).
     Raises StoreFailed; then the folder is not ready, and what came right stays.
     """
     if not model.files:
@@ -393,7 +522,7 @@ def ensure(model: Model, access: Access, deep: bool = False, owner: int | None =
         taken = _take_incoming(model)
         faults = verify(model, deep)
         wanted = [file for file in model.files if file.path in faults]
-        answer: dict[str, Any] = {"faults": faults, "fetched": taken, "send": [], "incoming": ""}
+        answer: dict[str, Any] = {"faults": faults, "fetched": taken, "came": {}, "send": [], "incoming": ""}
         if wanted:
             (model.folder / READY).unlink(missing_ok=True)
             if problem := room_problem(model, wanted):
@@ -402,7 +531,7 @@ def ensure(model: Model, access: Access, deep: bool = False, owner: int | None =
                 incoming = _open_incoming(model, owner)
                 send = [file.path for file in wanted]
                 return {**answer, "changed": True, "ready": False, "send": send, "incoming": str(incoming)}
-            fetch_all(model, wanted, access)
+            answer["came"] = fetch_all(model, wanted, access)
             answer["fetched"] = taken + [file.path for file in wanted]
         changed = bool(answer["fetched"]) or not is_stamped(model)
         if changed:
@@ -419,7 +548,8 @@ def finish(model: Model) -> None:
     if problems:
         (model.folder / READY).unlink(missing_ok=True)
         raise StoreFailed(f"model {model.name} is complete and makes no sense: " + "; ".join(problems))
-    shutil.rmtree(model.folder / INCOMING, ignore_errors=True)
+    for folder in (INCOMING, CLIENT_STAGE):
+        shutil.rmtree(model.folder / folder, ignore_errors=True)
     for file in model.files:
         download.partial_of(model.folder / file.path).unlink(missing_ok=True)
     for name in stamp_of(model.folder).keys() - {file.path for file in model.files}:

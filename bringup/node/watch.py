@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,37 +38,40 @@ class Watch:
     count: int = 0
     counters: dict[str, float] = field(default_factory=dict)
     moved_at: float = 0.0
+    busy: bool = False
 
     def judge(self, why: str, seen: Mapping[str, float] | None, now: float) -> str:
-        """One look: why no token came (empty: one came) and the counters (None: no answer). Gives why it
-        hangs, or "".
+        """One look: why no token came ("": one came), and the metrics just before it was asked for (None:
+        they were not given). Gives why the server hangs, or "".
         """
         counters = {name: value for name, value in (seen or {}).items() if name in PROGRESS}
-        if not why or (counters and counters != self.counters) or not self.moved_at:
-            moved = bool(not why or (self.counters and counters))
-            self.counters, self.moved_at = counters or self.counters, now
-            self.count = 0 if moved or not why else 1
+        moved = bool(counters and self.counters and counters != self.counters)
+        self.counters = counters or self.counters
+        if not why or moved or not self.moved_at:
+            self.moved_at = now
+        if not why or moved:
+            self.count = 0
             return ""
         self.count += 1
-        busy = sum((seen or {}).get(name, 0.0) for name in ("running", "waiting"))
-        if busy and counters and now - self.moved_at < self.prefill_s:
-            return ""
-        if self.count < self.failures:
+        if self.count == 1:
+            # Only the first failure's look tells: later ones count our own requests that nobody answered.
+            self.busy = sum((seen or {}).get(name, 0.0) for name in ("running", "waiting")) > 0
+        if self.count < self.failures or (self.busy and now - self.moved_at < self.prefill_s):
             return ""
         return f"{self.count} times in a row: {why}; no progress for {now - self.moved_at:.0f} s"
 
 
 def look(service: Mapping[str, Any], key: str | None) -> tuple[str, dict[str, float] | None]:
-    """One probe: why no token came (empty: one came), and the counters (None: they were not given)."""
-    limit, why = float(service["probe_timeout_s"]), ""
+    """One probe: why no token came ("": one came), and the metrics before it (None: they were not given)."""
+    limit = float(service["probe_timeout_s"])
+    seen: dict[str, float] | None = None
+    with suppress(NoAnswer):
+        seen = common.metrics(service, timeout_s=limit, key=key)
     try:
         common.ask(service, "Say one word.", 1, timeout_s=limit, key=key)
     except NoAnswer as error:
-        why = str(error)
-    try:
-        return why, common.metrics(service, timeout_s=limit, key=key)
-    except NoAnswer:
-        return why, None
+        return str(error), seen
+    return "", seen
 
 
 def kill(pid: int) -> None:

@@ -120,6 +120,7 @@ def description(service: Service, host: HostPlan) -> dict[str, Any]:
         "drain_s": service.restart.drain_s,
         "postpone_s": service.restart.postpone_s,
         "watch_every_s": systemd.WATCH_EVERY_S,
+        "prefill_s": systemd.PREFILL_S,
         "key_file": systemd.key_file(service),
         "log_path": systemd.log_file(service),
         "log_markers": dict(service.log_markers),

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from typing import Any
 
+from bringup import ROOT
 from bringup.planned import HostPlan, Plan, PlannedModel
+
+CLIENT_LOCK = "roles/model_store/files/hub-client.txt"
+CLIENT_FOLDER = "/opt/bringup/tools"
+"""Apart from the engines' environments: those are pruned by what the plan says of engines."""
 
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
-    """`model_store_models`: one row a model, with its lock."""
-    return {"model_store_models": [{**row(model), "chain": chain(model, plan)} for model in host.models]}
+    """`model_store_models`: one row a model, with its lock; `model_store_client`: what fetches from hubs."""
+    models = [{**row(model), "chain": chain(model, plan)} for model in host.models]
+    return {"model_store_models": models, "model_store_client": client(host)}
+
+
+def client(host: HostPlan) -> list[dict[str, str]]:
+    """The environment with the hubs' own clients, when a model of this host comes from a hub."""
+    kinds = {source.kind for model in host.models for source in model.sources}
+    if not kinds & {"huggingface", "modelscope"}:
+        return []
+    digest = hashlib.sha256((ROOT / CLIENT_LOCK).read_bytes()).hexdigest()
+    prefix = f"{CLIENT_FOLDER}/hub-client-{digest[:8]}"
+    return [{"lock": CLIENT_LOCK, "digest": digest, "prefix": prefix, "program": f"{prefix}/bin/python"}]
 
 
 def chain(model: PlannedModel, plan: Plan) -> list[str]:

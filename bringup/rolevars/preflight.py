@@ -27,6 +27,7 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
             "ports": _ports(host),
             "rooms": _rooms(host),
             "memory": _memory(host, platform.get("host")),
+            "numa": list((platform.get("host") or {}).get("numa") or ()),
         }
     }
 

@@ -9,6 +9,7 @@ DOCUMENTATION = r"""
 module: engine_servers
 short_description: Start servers, restart those whose definition changed, and wait for real tokens
 description:
+  - A server that is planned no more is stopped, and its units go.
   - A server that does not run is started. One that runs from an older definition is restarted, or only named.
   - Ends when each server that was started has given a real token and is warmed up.
 options:

@@ -60,6 +60,10 @@ options:
     description: Token for that hub.
     type: str
     default: ""
+  client:
+    description: Interpreter of an environment with the hubs' own clients; without it plain http is used.
+    type: str
+    default: ""
   rate_mib_s:
     description: The most that one file may take of the network, in MiB a second; 0 for no cap.
     type: float
@@ -81,6 +85,10 @@ fetched:
   returned: success
   type: list
   elements: str
+came:
+  description: Where each file came from, and what failed before it.
+  returned: success
+  type: dict
 send:
   description: Paths that must come from the controller.
   returned: success
@@ -141,6 +149,7 @@ def main() -> None:
             "huggingface_token": {"type": "str", "default": "", "no_log": True},
             "modelscope": {"type": "str", "default": "https://modelscope.cn"},
             "modelscope_token": {"type": "str", "default": "", "no_log": True},
+            "client": {"type": "str", "default": ""},
             "rate_mib_s": {"type": "float", "default": 0},
         },
         supports_check_mode=True,
@@ -151,6 +160,7 @@ def main() -> None:
         modelscope=given["modelscope"],
         huggingface_token=given["huggingface_token"],
         modelscope_token=given["modelscope_token"],
+        client=given["client"],
         limits=download.Limits(bytes_s=given["rate_mib_s"] * MIB),
     )
     try:

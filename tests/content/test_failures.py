@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, diagnose, failures, failuredocs, logtext
+from bringup import ROOT, diagnose, failuredocs, failures, logtext
 from bringup.verdicts import Context
 
 CASES = ROOT / "tests" / "cases" / "failures"
@@ -65,7 +65,7 @@ def test_a_rule_finds_its_samples_and_no_other_rule_claims_them(cause: str) -> N
 def test_a_rule_says_what_to_do_and_where_that_is_known_from(cause: str) -> None:
     failure = CAUSES[cause]
     for text in (failure.meaning, failure.check, failure.remedy):
-        assert len(text) > 4 and text.endswith((".", ")")) or len(text) > 15, text
+        assert (len(text) > 4 and text.endswith((".", ")"))) or len(text) > 15, text
     assert all(source.startswith("https://") for source in failure.sources)
     if failure.runbook:
         assert failures.runbook_exists(failure.runbook), f"{cause}: no runbook {failure.runbook}"
@@ -156,10 +156,11 @@ def test_a_follow_up_comes_after_any_root_in_a_long_log() -> None:
 
 
 def test_the_machine_decides_what_a_fabric_manager_without_work_means() -> None:
-    line = "request to query NVSwitch device information failed with error:WARNING Nothing to do [NV_WARN_NOTHING_TO_DO]"
+    line = "query of NVSwitch devices failed with error:WARNING Nothing to do [NV_WARN_NOTHING_TO_DO]"
     with_switches = diagnose.of_text(line, Context(nvswitch=True)).first
     assert diagnose.of_text(line, Context(nvswitch=False)).first is None
-    assert with_switches is not None and with_switches.cause == "nvswitch-missing"
+    assert with_switches is not None
+    assert with_switches.cause == "nvswitch-missing"
 
 
 def test_the_page_of_all_causes_is_up_to_date() -> None:
@@ -167,6 +168,8 @@ def test_the_page_of_all_causes_is_up_to_date() -> None:
     assert page == failuredocs.page(CAUSES), "run: python -m bringup.failuredocs"
 
 
-@pytest.mark.parametrize("text", ["usage: serve [-h]", "  [--watchdog-timeout WATCHDOG_TIMEOUT]", "server_args=ServerArgs(x=1)"])
+@pytest.mark.parametrize(
+    "text", ["usage: serve [-h]", "  [--watchdog-timeout WATCHDOG_TIMEOUT]", "server_args=ServerArgs(x=1)"]
+)
 def test_repeated_settings_are_no_evidence(text: str) -> None:
     assert logtext.is_echo(text)

@@ -127,7 +127,12 @@ def make(folder: Path, names: Sequence[str], like: str = "lab") -> Site:
     hosts = yaml.safe_load(hosts_file.read_text())
     _replace_hosts(hosts, {name: {"ansible_host": lab.address(name)[0]} for name in names})
     hosts_file.write_text(yaml.safe_dump(hosts, sort_keys=False))
-    return Site(folder, tuple(names))
+    site = Site(folder, tuple(names))
+    intent = yaml.safe_load(site.intent_file.read_text())
+    # Enough old logs that a test can count every line of the whole story.
+    intent["node_log_rotation"] = {"keep": 60}
+    site.intent_file.write_text(yaml.safe_dump(intent, sort_keys=False))
+    return site
 
 
 def _replace_hosts(group: Any, hosts: Mapping[str, Any]) -> None:

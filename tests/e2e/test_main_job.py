@@ -283,10 +283,14 @@ def test_a_taken_port_is_refused_with_the_name_of_who_has_it(pair: Site) -> None
         assert done.code == Exit.REFUSED, done.text
         assert str(taken) in done.text
         assert "python3" in done.text
+        assert done.data["hosts"][pair.names[1]]["failed"] == 0, "one refused host does not stop the others"
         assert answers(name, port(pair)), "the server that ran before still serves"
     finally:
         on(name, "systemctl stop squatter")
-    converged(pair.provision(), pair.names)
+    done = pair.provision()
+    assert done.code == Exit.DONE, done.text
+    assert changes(done)[name] == 0, "on the refused host nothing had been changed"
+    assert all(answers(each, port(pair)) for each in pair.names)
 
 
 def test_a_damaged_model_file_is_found_and_made_whole(pair: Site) -> None:

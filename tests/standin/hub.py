@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 REPOSITORY = "stand/in"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -38,6 +38,7 @@ class Hub:
     files: dict[str, bytes]
     faults: dict[str, list[str]] = field(default_factory=dict)
     token: str = ""
+    loud: bool = False
     asked: list[tuple[str, str, str, int]] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,7 +74,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.hub  # type: ignore[attr-defined, no-any-return]
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: tests read `asked`."""
+        """Quiet in tests, which read `asked`; as a program it says who asked."""
+        if self.hub.loud:
+            print(self.headers.get("User-Agent", "nobody"), format % args, flush=True)
 
     def do_HEAD(self) -> None:
         self._answer(False)
@@ -85,6 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._status(401, path)
+        elif path.endswith("/repo") and "FilePath=" in self.path:
+            wanted = parse_qs(urlsplit(self.path).query)["FilePath"][0]
+            self._file(f"{path}/resolve/x/{wanted}", body)
         elif path.startswith("/api/"):
             self._api(path, body)
         elif "/resolve/" in path:
@@ -221,7 +227,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 if __name__ == "__main__":
     with serving(
-        Hub(read_folder(Path(sys.argv[1]))), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+        Hub(read_folder(Path(sys.argv[1])), loud=True), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     ) as address:
         print(f"hub stand-in: {address}/{REPOSITORY}", flush=True)
         while True:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,51 +122,48 @@ def test_the_unit_of_a_process_is_read_from_its_control_group(
 
 # ---------------------------------------------------------------- watchdog
 
-BUSY = {"running": 1.0, "waiting": 0.0}
-
 
 def test_a_server_that_answers_is_left_alone_for_ever() -> None:
     seen = watch.Watch()
     assert [seen.judge("", {"generation_tokens_total": 5.0}, now) for now in range(1, 9)] == [""] * 8
 
 
-def test_a_server_that_answers_nothing_and_moves_nothing_hangs_after_three_looks() -> None:
-    seen = watch.Watch(failures=3)
-    said = [
-        seen.judge("nothing within 10 s", {"running": 0.0, "generation_tokens_total": 5.0}, 30.0 * n)
-        for n in range(1, 5)
-    ]
-    assert said[:2] == ["", ""]
-    assert "3 times in a row: nothing within 10 s" in said[2]
+IDLE = {"running": 0.0, "waiting": 0.0, "generation_tokens_total": 5.0}
+FROZEN = {**IDLE, "running": 1.0}
+
+
+def looks(why: str, seen: Iterable[dict[str, float] | None], **options: Any) -> list[bool]:
+    """At which of the looks, 30 s apart, the server counts as hung."""
+    made = watch.Watch(failures=3, **options)
+    return [bool(made.judge(why, one, 30.0 * number)) for number, one in enumerate(seen, 1)]
+
+
+def test_an_idle_server_that_gives_no_token_hangs_after_three_looks() -> None:
+    assert looks("nothing within 10 s", [IDLE] * 4) == [False, False, True, True]
+
+
+def test_our_own_unanswered_requests_do_not_make_it_busy() -> None:
+    assert looks("nothing within 10 s", [IDLE, FROZEN, {**FROZEN, "running": 2.0}]) == [False, False, True]
 
 
 def test_a_server_without_metrics_hangs_after_three_looks_as_well() -> None:
-    seen = watch.Watch(failures=3)
-    said = [seen.judge("nothing within 10 s", None, 30.0 * n) for n in range(1, 4)]
-    assert [bool(text) for text in said] == [False, False, True]
+    assert looks("nothing within 10 s", [None] * 3) == [False, False, True]
 
 
 def test_a_server_that_makes_tokens_for_others_is_busy_and_does_not_hang() -> None:
-    seen = watch.Watch(failures=3)
-    assert [
-        seen.judge("slow", {**BUSY, "generation_tokens_total": 5.0 + n}, 30.0 * n) for n in range(1, 20)
-    ] == [""] * 19
+    rows = [{**FROZEN, "generation_tokens_total": 5.0 + number} for number in range(20)]
+    assert looks("slow", rows) == [False] * 20
 
 
 def test_a_long_prefill_is_waited_for_but_not_without_end() -> None:
-    seen = watch.Watch(failures=3, prefill_s=900)
-    frozen = {**BUSY, "generation_tokens_total": 5.0}
-    said = {now: seen.judge("slow", frozen, float(now)) for now in range(30, 1200, 30)}
-    assert all(text == "" for now, text in said.items() if now < 900)
-    assert said[960]
+    said = looks("slow", [FROZEN] * 40, prefill_s=900)
+    assert said.index(True) == 30, "900 s after the first look"
 
 
 def test_one_good_answer_forgets_all_failures() -> None:
     seen = watch.Watch(failures=2)
-    seen.judge("x", None, 1.0)
-    assert seen.judge("", None, 2.0) == ""
-    assert seen.judge("x", None, 3.0) == ""
-    assert seen.judge("x", None, 4.0)
+    said = [bool(seen.judge(why, None, float(now))) for now, why in enumerate(["x", "", "x", "x"], 1)]
+    assert said == [False, False, False, True]
 
 
 def test_the_watchdog_ends_the_process_that_hangs_and_only_while_it_is_the_same() -> None:

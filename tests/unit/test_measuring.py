@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bringup import catalog, envlock, inventory, measuring, tune, tuning
+from bringup import bench, benching, catalog, envlock, inventory, measuring, tune, tuning
+from bringup import plan as plans
+from bringup.entries import build
 from bringup.errors import HostUnreachable, UsageError
 from bringup.fleet import Host
 
@@ -99,6 +101,98 @@ def test_every_setting_that_a_climb_can_reach_is_known_by_its_name() -> None:
     axes = [[tune.Setting({"--a": 1}), tune.Setting({"--a": 2})], [tune.Setting({"--b": 1})]]
     names = {setting.name for setting in tuning._all(axes)}
     assert names == {"as it is", "--a=1", "--a=2", "--a=1 --b=1", "--a=2 --b=1", "--b=1"}
+
+
+def test_a_setting_that_the_profile_has_anyway_is_no_change() -> None:
+    profile = catalog.lazy().profile("cpu-words-llama-server")
+    as_it_is, other = ({"--parallel": value} for value in (profile.flags["--parallel"], 99))
+    assert not tuning.changes(tune.Setting(as_it_is), profile)
+    assert not tuning.changes(tune.Setting(), profile)
+    assert tuning.changes(tune.Setting(other), profile)
+    assert tuning.changes(tune.Setting(as_it_is, {"A": "1"}), profile)
+
+
+@pytest.mark.parametrize(
+    ("limit", "service", "says"),
+    [
+        (None, "no-such", "words"),
+        ("all", None, "picks 2 hosts"),
+        ("nowhere", None, "unknown host or group"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_any_node_is_asked(
+    limit: str | None, service: str | None, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuning.run("lab", limit, service=service, yes=True)
+
+
+def test_a_candidate_profile_is_the_change_and_its_evidence() -> None:
+    setting = tune.Setting({"--parallel": 8})
+    summary = bench.Summary(median=100.0, runs=6, p10=90.0, minimum=80.0, cv=0.1)
+    load = {"prompt_tokens": 32, "output_tokens": 32, "concurrent": 8}
+    data = tune.as_profile(
+        "cpu-words-llama-server",
+        "faster",
+        setting,
+        tune.Candidate(setting.name, {"8x 32->32": summary}),
+        {"8x 32->32": load},
+        "a run",
+    )
+    text = yaml.safe_load(tuning.as_yaml(data))
+    base = catalog.lazy()._data("profiles", "cpu-words-llama-server")
+    profile = build(catalog.Profile, catalog.merged(base, text), "candidate")
+    assert profile.flags["--parallel"] == 8
+    assert profile.flags["--ctx-size"] == 65536
+    assert profile.expectations[0].value == 100.0
+    assert profile.expectations[0].source == "a run"
+
+
+# --- compared with what -------------------------------------------------------------------------------------
+
+
+def result(names: tuple[str, ...]) -> benching.BenchResult:
+    load = bench.Load(32, 32)
+    run = bench.Run(1.0, (bench.Request(0.0, 0.1, 1.0, 32, 32),))
+    measured = benching.measured_of(bench.Series(load, (run,) * 4))
+    made = tuple(benching.TargetResult(name, "http://x", "m", "e", "1", (measured,)) for name in names)
+    return benching.BenchResult("smoke", "2026-11-30T00:00:00+00:00", 1.0, made)
+
+
+def test_one_server_is_compared_with_one_whatever_they_are_called() -> None:
+    before = {"old": result(("old",)).targets[0].summaries}
+    first, second = measuring._paired(before, result(("new",)))
+    assert list(first) == list(second) == ["32->32"]
+    assert benching.against(first, second).verdict == "same"
+
+
+def test_several_servers_are_compared_by_name_and_what_is_gone_is_said() -> None:
+    before = {target.name: target.summaries for target in result(("a", "gone")).targets}
+    found = benching.against(*measuring._paired(before, result(("a", "b"))))
+    assert list(found.comparisons) == ["a: 32->32"]
+    assert found.missing == ("gone: 32->32",)
+
+
+def test_files_of_a_result_lie_in_the_runs_folder_and_can_be_compared_with(tmp_path: Path) -> None:
+    whole = result(("a",))
+    measuring.write(tmp_path, whole, benching.against({}, {}))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json",
+        "bench.csv",
+        "report.html",
+        "against.json",
+    }
+    found = measuring._before(str(tmp_path / "bench.json"), ())
+    assert found == {"a": whole.targets[0].summaries}
+
+
+def test_a_profile_without_a_measurement_is_nothing_to_compare_with() -> None:
+    plan = plans.resolve(inventory.read("lab"), catalog.lazy())
+    chosen = [(HERE, plan.hosts[0], plan.hosts[0].services[0])]
+    with pytest.raises(UsageError, match="cpu-words-llama-server has no measurement of its own"):
+        measuring._before("profile", chosen)
+    recorded = measuring._before("gh200-2x-glm-5.2-fp8-vllm", chosen)
+    assert all(loads for loads in recorded.values())
 
 
 def test_a_lock_is_refused_for_what_is_not_known() -> None:

@@ -149,7 +149,10 @@ def test_a_hub_that_asks_for_too_much_patience_is_left_for_the_next_source(tmp_p
         )
         model = store.Model("demo", tmp_path / "demo", lock_of(FILES), sources)
         hasty = store.Access(huggingface=address, limits=download.Limits(retry_after_longest_s=0.5))
-        assert store.ensure(model, hasty)["ready"]
+        answer = store.ensure(model, hasty)
+    assert answer["ready"]
+    assert answer["came"]["config.json"] == "huggingface"
+    assert answer["came"]["parts/big.bin"].startswith("path (after http://127.0.0.1:")
     assert contents_of(model.folder) == FILES
 
 

@@ -89,8 +89,8 @@ def driver_packages(version: str, cuda: bytes, management: bytes, triplet: str) 
             {"Depends": f"nvidia-kernel-common-{branch} {same}", **only("nvidia-dkms-kernel")},
             {f"/usr/src/nvidia-{version}/README.twin": "stand-in\n"},
             scripts={
-                "postinst": f"#!/bin/sh\nset -e\n[ \"$1\" = configure ] && /usr/local/bin/dkms-build {version} {flavour}\nexit 0\n",
-                "prerm": "#!/bin/sh\n[ \"$1\" = remove ] && /usr/local/bin/dkms-build --remove\nexit 0\n",
+                "postinst": f'#!/bin/sh\nset -e\n[ "$1" = configure ] && /usr/local/bin/dkms-build {version} {flavour}\nexit 0\n',
+                "prerm": '#!/bin/sh\n[ "$1" = remove ] && /usr/local/bin/dkms-build --remove\nexit 0\n',
             },
         )
         needed = ("nvidia-dkms", "nvidia-utils", "nvidia-compute-utils", "libnvidia-compute")
@@ -98,12 +98,8 @@ def driver_packages(version: str, cuda: bytes, management: bytes, triplet: str) 
         depends = ", ".join(f"{name} {same}" for name in names)
         for meta in (f"nvidia-driver-{branch}{suffix}", f"nvidia-headless-{branch}{suffix}"):
             yield package(meta, f"driver, {flavour}", {"Depends": depends})
-    yield package(
-        f"nvidia-open-{branch}", "driver, open", {"Depends": f"nvidia-driver-{branch}-open {same}"}
-    )
-    yield package(
-        f"cuda-drivers-{branch}", "driver, closed", {"Depends": f"nvidia-driver-{branch} {same}"}
-    )
+    yield package(f"nvidia-open-{branch}", "driver, open", {"Depends": f"nvidia-driver-{branch}-open {same}"})
+    yield package(f"cuda-drivers-{branch}", "driver, closed", {"Depends": f"nvidia-driver-{branch} {same}"})
     yield package(
         f"nvidia-kernel-common-{branch}",
         "module options",
@@ -135,7 +131,11 @@ def driver_packages(version: str, cuda: bytes, management: bytes, triplet: str) 
         f"nvidia-compute-utils-{branch}",
         "persistence daemon",
         only("nvidia-compute-utils"),
-        {"/lib/systemd/system/nvidia-persistenced.service": unit("Persistence daemon", "/usr/bin/nvidia-persistenced")},
+        {
+            "/lib/systemd/system/nvidia-persistenced.service": unit(
+                "Persistence daemon", "/usr/bin/nvidia-persistenced"
+            )
+        },
         {"/usr/bin/nvidia-persistenced": STANDIN},
         daemon("nvidia-persistenced"),
     )
@@ -160,9 +160,7 @@ def cuda_packages(branch: str, cuda: bytes, runtime: bytes, driver: str) -> Iter
     version = CUDA[branch]
     dotted = branch.replace("-", ".")
     base = f"/usr/local/cuda-{dotted}"
-    yield Package(
-        f"cuda-nvcc-{branch}", version, "compiler", links={f"{base}/bin/nvcc": STANDIN}
-    )
+    yield Package(f"cuda-nvcc-{branch}", version, "compiler", links={f"{base}/bin/nvcc": STANDIN})
     yield Package(
         f"cuda-cudart-{branch}",
         version,
@@ -197,8 +195,8 @@ def daemon(name: str) -> dict[str, str]:
     """Maintainer scripts of a package with a daemon: enabled and started at its installation, as Ubuntu does."""
     start = f"systemctl daemon-reload\nsystemctl enable -q {name}\nsystemctl start {name} || true\n"
     return {
-        "postinst": f"#!/bin/sh\n[ -d /run/systemd/system ] && [ \"$1\" = configure ] || exit 0\n{start}exit 0\n",
-        "prerm": f"#!/bin/sh\n[ -d /run/systemd/system ] && [ \"$1\" = remove ] && systemctl disable -q --now {name}\nexit 0\n",
+        "postinst": f'#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = configure ] || exit 0\n{start}exit 0\n',
+        "prerm": f'#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = remove ] && systemctl disable -q --now {name}\nexit 0\n',
         "postrm": "#!/bin/sh\n[ -d /run/systemd/system ] && systemctl daemon-reload\nexit 0\n",
     }
 
@@ -221,7 +219,10 @@ def deb(package: Package, arch: str) -> bytes:
     control = "".join(f"{key}: {value}\n" for key, value in fields.items())
     members = {"./control": (control.encode(), 0o644)}
     members |= {f"./{name}": (text.encode(), 0o755) for name, text in package.scripts.items()}
-    files = {path: content.encode() if isinstance(content, str) else content for path, content in package.files.items()}
+    files = {
+        path: content.encode() if isinstance(content, str) else content
+        for path, content in package.files.items()
+    }
     parts = (
         ("debian-binary", b"2.0\n"),
         ("control.tar.gz", _tar({path: (content, mode, "") for path, (content, mode) in members.items()})),
@@ -273,7 +274,15 @@ def library(cuda: int, arch: str, folder: Path, soname: str = "libcuda.so.1") ->
             Problem("twins", f"there is no compiler for {arch}", f"Install it: apt-get install {names[arch]}")
         )
     target = folder / f".{soname}-{arch}-{cuda}"
-    flags = ["-shared", "-fPIC", "-O1", "-nostdlib", "-fno-stack-protector", f"-Wl,-soname,{soname}", "-Wl,--build-id=none"]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-nostdlib",
+        "-fno-stack-protector",
+        f"-Wl,-soname,{soname}",
+        "-Wl,--build-id=none",
+    ]
     argv = [compiler, *flags, f"-DCUDA_VERSION={cuda}", "-o", str(target), str(HERE / "libstub.c")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
     if done.returncode:

@@ -63,7 +63,7 @@ def wheel(engine: str, version: str) -> tuple[str, bytes]:
 
 def launchers(engine: str, version: str) -> dict[str, str]:
     """The engine's modules: each says that it is a stand-in, and starts the server."""
-    start = "import sys\n\nfrom bringup_stand_in import server\n\nif __name__ == \"__main__\":\n    sys.exit(server.main(sys.argv[1:]))\n"
+    start = 'import sys\n\nfrom bringup_stand_in import server\n\nif __name__ == "__main__":\n    sys.exit(server.main(sys.argv[1:]))\n'
     head = f'"""Stand-in of {engine} {version} for a bringup twin."""\n\n'
     made = {}
     for path in LAUNCHERS.get(engine, (f"{engine}/__init__.py",)):

@@ -289,7 +289,10 @@ def metrics(state: State, model: str) -> str:
             "sglang:num_requests_total": ("counter", requests),
         }
         labels = f'{{engine_type="unified",model_name="{model}"}}'
-    lines = [f"# bringup twin: stand-in of {ENGINE} {VERSION}, no GPU and no model", "# TYPE bringup_stand_in gauge"]
+    lines = [
+        f"# bringup twin: stand-in of {ENGINE} {VERSION}, no GPU and no model",
+        "# TYPE bringup_stand_in gauge",
+    ]
     lines.append(f'bringup_stand_in{{engine="{ENGINE}",version="{VERSION}"}} 1')
     for name, (kind, value) in rows.items():
         lines += [f"# HELP {name} stand-in", f"# TYPE {name} {kind}", f"{name}{labels} {float(value)}"]
@@ -312,7 +315,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Access lines as uvicorn writes them."""
         if self.path not in ("/health", "/metrics"):
-            print(f'INFO:     {self.client_address[0]}:{self.client_address[1]} - "{self.requestline}" {args[1]} OK', flush=True)
+            print(
+                f'INFO:     {self.client_address[0]}:{self.client_address[1]} - "{self.requestline}" {args[1]} OK',
+                flush=True,
+            )
 
     def do_GET(self) -> None:
         """Health, models, metrics and information."""
@@ -324,7 +330,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         elif self.path == "/v1/models":
             rows = [
-                {"id": name, "object": "model", "owned_by": "stand-in", "root": name, "max_model_len": self.context}
+                {
+                    "id": name,
+                    "object": "model",
+                    "owned_by": "stand-in",
+                    "root": name,
+                    "max_model_len": self.context,
+                }
                 for name in self.served
             ]
             self._json(200, {"object": "list", "data": rows})
@@ -354,7 +366,11 @@ class Handler(BaseHTTPRequestHandler):
         self._complete(body, chat=self.path.endswith("chat/completions"))
 
     def _complete(self, body: dict[str, Any], chat: bool) -> None:
-        said = " ".join(str(part.get("content", "")) for part in body["messages"]) if chat else str(body.get("prompt", ""))
+        said = (
+            " ".join(str(part.get("content", "")) for part in body["messages"])
+            if chat
+            else str(body.get("prompt", ""))
+        )
         prompt = max(1, len(said.split()))
         tokens = int(body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_TOKENS)
         if prompt + tokens > self.context:
@@ -372,7 +388,14 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 time.sleep(TOKEN_S * tokens)
                 done = tokens
-                self._json(200, {**self._head(body, chat, False), "choices": [_choice("".join(words), chat)], "usage": usage})
+                self._json(
+                    200,
+                    {
+                        **self._head(body, chat, False),
+                        "choices": [_choice("".join(words), chat)],
+                        "usage": usage,
+                    },
+                )
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         finally:
@@ -507,7 +530,10 @@ def serve(given: Options, config: dict[str, Any], folder: str) -> int:
     served = [names] if isinstance(names, str) else list(names)
     key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
     key = key[0] if isinstance(key, list) else key
-    host, port = given.get("host") or "127.0.0.1", int(given.get("port") or (30000 if ENGINE == "sglang" else 8000))
+    host, port = (
+        given.get("host") or "127.0.0.1",
+        int(given.get("port") or (30000 if ENGINE == "sglang" else 8000)),
+    )
     state = State()
     signal.signal(signal.SIGTERM, lambda *_: state.stopping.set())
     signal.signal(signal.SIGINT, lambda *_: state.stopping.set())
@@ -515,11 +541,18 @@ def serve(given: Options, config: dict[str, Any], folder: str) -> int:
     helper = child()
     try:
         load(given, config)
-        handler = type("Bound", (Handler,), {"state": state, "served": served, "context": context(given, config), "key": key})
+        handler = type(
+            "Bound",
+            (Handler,),
+            {"state": state, "served": served, "context": context(given, config), "key": key},
+        )
         try:
             server = Server((host, port), handler)
         except OSError as error:
-            print(f"ERROR:    [Errno {error.errno}] error while attempting to bind on address ('{host}', {port}): {error.strerror}", flush=True)
+            print(
+                f"ERROR:    [Errno {error.errno}] error while attempting to bind on address ('{host}', {port}): {error.strerror}",
+                flush=True,
+            )
             return EXIT_PORT
         threading.Thread(target=server.serve_forever, daemon=True).start()
         state.ready.set()

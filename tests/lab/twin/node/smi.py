@@ -7,6 +7,7 @@ other. What the document does not hold is answered as the real tool does: `[N/A]
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import sys
@@ -18,7 +19,15 @@ from typing import Any
 
 from tests.lab.twin.node import state
 
-CUDA_OF_BRANCH = {"550": "12.4", "560": "12.6", "565": "12.7", "570": "12.8", "575": "12.9", "580": "13.0", "590": "13.1"}
+CUDA_OF_BRANCH = {
+    "550": "12.4",
+    "560": "12.6",
+    "565": "12.7",
+    "570": "12.8",
+    "575": "12.9",
+    "580": "13.0",
+    "590": "13.1",
+}
 HANG_S = 3600
 NVLINK_GBPS = "26.562 GB/s"
 
@@ -103,7 +112,8 @@ def driver() -> dict[str, Any]:
     if library and library != module["version"]:
         short = ".".join(library.split(".")[:2])
         raise Refused(
-            f"Failed to initialize NVML: Driver/library version mismatch\nNVML library version: {short}\n", MISMATCH
+            f"Failed to initialize NVML: Driver/library version mismatch\nNVML library version: {short}\n",
+            MISMATCH,
         )
     if not state.usable(worn):
         raise Refused("No devices were found\n", NO_DEVICES)
@@ -129,7 +139,9 @@ def document(module: dict[str, Any]) -> ET.Element:
     put(top, "attached_gpus", str(len(gpus)))
     held = processes()
     for number, gpu in enumerate(gpus):
-        top.append(one_gpu(number, gpu, module, kernel["settings"].get(str(number), {}), held.get(number, [])))
+        top.append(
+            one_gpu(number, gpu, module, kernel["settings"].get(str(number), {}), held.get(number, []))
+        )
     ET.indent(top, "\t")
     return top
 
@@ -158,11 +170,21 @@ def put(node: ET.Element, path: str, text: str) -> None:
     node.text = text
 
 
+@functools.cache
+def recorded_gpu() -> ET.Element:
+    """The shape of a GPU's part in the report."""
+    return ET.parse(Path(__file__).with_name("gpu.xml")).getroot()
+
+
 def one_gpu(
-    number: int, gpu: dict[str, Any], module: dict[str, Any], settings: dict[str, Any], held: list[tuple[int, str, int]]
+    number: int,
+    gpu: dict[str, Any],
+    module: dict[str, Any],
+    settings: dict[str, Any],
+    held: list[tuple[int, str, int]],
 ) -> ET.Element:
     """One GPU: a recorded one, with this one's values."""
-    node = copy.deepcopy(ET.parse(Path(__file__).with_name("gpu.xml")).getroot())
+    node = copy.deepcopy(recorded_gpu())
     node.set("id", long(gpu["address"]))
     vendor, _, device = gpu["pci_id"].partition(":")
     used = gpu.get("memory_used_mib", 0) + sum(mib for _, _, mib in held)
@@ -196,7 +218,9 @@ def one_gpu(
         "fb_memory_usage/free": f"{gpu['memory_mib'] - used - 616} MiB",
         "compute_mode": settings.get("compute_mode", gpu.get("compute_mode", "Default")),
         "ecc_mode/current_ecc": gpu.get("ecc", "Enabled"),
-        "ecc_mode/pending_ecc": settings.get("ecc_pending", gpu.get("ecc_pending", gpu.get("ecc", "Enabled"))),
+        "ecc_mode/pending_ecc": settings.get(
+            "ecc_pending", gpu.get("ecc_pending", gpu.get("ecc", "Enabled"))
+        ),
         "ecc_errors/volatile/dram_uncorrectable": gpu.get("ecc_uncorrected", 0),
         "ecc_errors/aggregate/dram_uncorrectable": gpu.get("ecc_uncorrected", 0),
         "remapped_rows/remapped_row_pending": gpu.get("remap_pending", "No"),
@@ -226,7 +250,12 @@ def _put_processes(node: ET.Element, held: list[tuple[int, str, int]]) -> None:
         rows = ET.SubElement(node, "processes")
     for pid, name, mib in held:
         row = ET.SubElement(rows, "process_info")
-        for tag, value in (("pid", pid), ("type", "C"), ("process_name", name), ("used_memory", f"{mib} MiB")):
+        for tag, value in (
+            ("pid", pid),
+            ("type", "C"),
+            ("process_name", name),
+            ("used_memory", f"{mib} MiB"),
+        ):
             put(row, tag, str(value))
 
 
@@ -253,7 +282,7 @@ def processes() -> dict[int, list[tuple[int, str, int]]]:
     for number, gpu in enumerate(state.usable(state.hardware())):
         for row in gpu.get("processes", []):
             found.setdefault(number, []).append((row["pid"], row["name"], row["memory_mib"]))
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*") if state.root() == Path("/") else ():
         try:
             title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
         except OSError:
@@ -293,10 +322,14 @@ def query(top: ET.Element, fields: str, form: str, wanted: str | None) -> str:
     module = state.loaded() or {"version": "", "open": True}
     rows, titles = [], []
     for name in names:
-        if name not in FIELDS and name not in ("index", "count", "driver_version", "timestamp", "compute_cap"):
-            raise Refused(
-                f'Field "{name}" is not a valid field to query.\n\n', INVALID
-            )
+        if name not in FIELDS and name not in (
+            "index",
+            "count",
+            "driver_version",
+            "timestamp",
+            "compute_cap",
+        ):
+            raise Refused(f'Field "{name}" is not a valid field to query.\n\n', INVALID)
         titles.append(FIELDS[name][0] if name in FIELDS else name)
     worn = state.usable(state.hardware())
     for number, gpu in chosen(top, wanted):
@@ -311,8 +344,6 @@ def query(top: ET.Element, fields: str, form: str, wanted: str | None) -> str:
         rows.append(", ".join(cells))
     head = [] if "noheader" in forms else [", ".join(titles)]
     return "\n".join([*head, *rows]) + "\n"
-
-
 
 
 def _cell(gpu: ET.Element, name: str, bare: bool) -> str:
@@ -354,7 +385,9 @@ def listing() -> str:
     lines = []
     for number, gpu in enumerate(state.usable(state.hardware())):
         if gpu.get("lost"):
-            lines.append(f"Unable to determine the device handle for gpu {long(gpu['address'])}: GPU is lost.")
+            lines.append(
+                f"Unable to determine the device handle for gpu {long(gpu['address'])}: GPU is lost."
+            )
         else:
             lines.append(f"GPU {number}: {gpu['name']} (UUID: {gpu['uuid']})")
     return "".join(f"{line}\n" for line in lines)
@@ -383,7 +416,9 @@ def topology() -> str:
         return str(worn["topology"])
     gpus = state.usable(worn)
     nodes = {node["node"]: node for node in worn.get("numa", [])}
-    head = "\t".join(["", *(f"GPU{number}" for number in range(len(gpus))), "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+    head = "\t".join(
+        ["", *(f"GPU{number}" for number in range(len(gpus))), "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]
+    )
     lines = [head]
     for number, gpu in enumerate(gpus):
         near = gpu.get("numa_node", 0)
@@ -424,14 +459,21 @@ def _lines(node: ET.Element, depth: int) -> list[str]:
 
 
 def _label(tag: str) -> str:
-    known = {"fb_memory_usage": "FB Memory Usage", "mig_mode": "MIG Mode", "ecc_mode": "ECC Mode", "pci": "PCI"}
+    known = {
+        "fb_memory_usage": "FB Memory Usage",
+        "mig_mode": "MIG Mode",
+        "ecc_mode": "ECC Mode",
+        "pci": "PCI",
+    }
     return known.get(tag, " ".join(word.capitalize() for word in tag.split("_")))
 
 
 def summary(top: ET.Element) -> str:
     """No option at all: one line a GPU, labelled."""
     version, cuda = top.findtext("driver_version"), top.findtext("cuda_version")
-    lines = [f"| NVIDIA-SMI {version} (stand-in of a bringup twin)  Driver Version: {version}  CUDA Version: {cuda} |"]
+    lines = [
+        f"| NVIDIA-SMI {version} (stand-in of a bringup twin)  Driver Version: {version}  CUDA Version: {cuda} |"
+    ]
     for number, gpu in enumerate(top.findall("gpu")):
         used, total = gpu.findtext("fb_memory_usage/used"), gpu.findtext("fb_memory_usage/total")
         lines.append(f"| {number:3}  {gpu.findtext('product_name'):<28} {gpu.get('id')}  {used} / {total} |")
@@ -471,8 +513,12 @@ def settings(options: dict[str, str]) -> str | None:
         most = max(gpu.get("power_limit_w", 700) for gpu in state.usable(state.hardware()))
         if not 100 <= watts <= most:
             text = f"Provided power limit {watts:.2f} W is not a valid power limit which should be between "
-            raise Refused(f"{text}200.00 W and {most:.2f} W\nTerminating early due to previous errors.\n", INVALID)
-        return change(wanted, "power limit", {"power_limit_w": watts}, f"Power limit was set to {watts:.2f} W")
+            raise Refused(
+                f"{text}200.00 W and {most:.2f} W\nTerminating early due to previous errors.\n", INVALID
+            )
+        return change(
+            wanted, "power limit", {"power_limit_w": watts}, f"Power limit was set to {watts:.2f} W"
+        )
     if "-lgc" in options:
         clock = int(options["-lgc"].split(",")[-1])
         told = f'GPU clocks set to "(gpuClkMin {options["-lgc"].split(",")[0]}, gpuClkMax {clock})"'
@@ -491,10 +537,35 @@ def settings(options: dict[str, str]) -> str | None:
     return None
 
 
-TAKES_VALUE = {"-i", "-pm", "-pl", "-lgc", "-mig", "-c", "-e", "-d", "--id", "--display", "--format", "--query-gpu"}
+TAKES_VALUE = {
+    "-i",
+    "-pm",
+    "-pl",
+    "-lgc",
+    "-mig",
+    "-c",
+    "-e",
+    "-d",
+    "--id",
+    "--display",
+    "--format",
+    "--query-gpu",
+}
 TAKES_VALUE |= {"--query-compute-apps", "--persistence-mode", "--power-limit", "--lock-gpu-clocks"}
-SHORT = {"--id": "-i", "--persistence-mode": "-pm", "--power-limit": "-pl", "--lock-gpu-clocks": "-lgc", "--query": "-q"}
-SHORT |= {"--list-gpus": "-L", "--xml-format": "-x", "--display": "-d", "--reset-gpu-clocks": "-rgc", "--gpu-reset": "-r"}
+SHORT = {
+    "--id": "-i",
+    "--persistence-mode": "-pm",
+    "--power-limit": "-pl",
+    "--lock-gpu-clocks": "-lgc",
+    "--query": "-q",
+}
+SHORT |= {
+    "--list-gpus": "-L",
+    "--xml-format": "-x",
+    "--display": "-d",
+    "--reset-gpu-clocks": "-rgc",
+    "--gpu-reset": "-r",
+}
 FLAGS = {"-q", "-x", "-L", "-m", "-s", "-rgc", "-r", "-h", "--help", "--version", "topo", "nvlink"}
 
 
@@ -549,7 +620,10 @@ def answer(words: Sequence[str]) -> str:
         return changed
     top = document(module)
     if "-r" in options:
-        return "".join(f"GPU {gpu.get('id')} was successfully reset.\n" for gpu in top.findall("gpu")) + "All done.\n"
+        return (
+            "".join(f"GPU {gpu.get('id')} was successfully reset.\n" for gpu in top.findall("gpu"))
+            + "All done.\n"
+        )
     if "--query-gpu" in options:
         return query(top, options["--query-gpu"], options.get("--format", "csv"), options.get("-i"))
     if "--query-compute-apps" in options:

@@ -21,7 +21,15 @@ from tests.lab.twin.node import state, trees
 REAL_JOURNALCTL = "/usr/bin/journalctl"
 FABRIC = "/run/twin/fabric"
 PERSISTENCE = "/run/twin/persistenced"
-NVIDIA_MODULES = ("nvidia", "nvidia-uvm", "nvidia_uvm", "nvidia-modeset", "nvidia_modeset", "nvidia-drm", "nvidia-peermem")
+NVIDIA_MODULES = (
+    "nvidia",
+    "nvidia-uvm",
+    "nvidia_uvm",
+    "nvidia-modeset",
+    "nvidia_modeset",
+    "nvidia-drm",
+    "nvidia-peermem",
+)
 
 
 def fail(text: str, code: int = 1) -> int:
@@ -88,7 +96,9 @@ def load_nvidia() -> str:
     kernel["module"] = {"version": version, "open": bool(module["open"]) and not worn.get("loaded_closed")}
     state.save_kernel(kernel)
     flavour = "Open Kernel Module" if kernel["module"]["open"] else "Kernel Module"
-    say_kernel(f"NVRM: loading NVIDIA UNIX {flavour} for {worn.get('arch', 'x86_64')}  {version}  (stand-in of a twin)")
+    say_kernel(
+        f"NVRM: loading NVIDIA UNIX {flavour} for {worn.get('arch', 'x86_64')}  {version}  (stand-in of a twin)"
+    )
     refresh()
     return ""
 
@@ -108,7 +118,9 @@ def modprobe(words: Sequence[str]) -> int:
             if problem:
                 return fail("" if quiet else problem)
         elif name not in ("nouveau",) and not (state.at("/sys/module") / name.replace("-", "_")).exists():
-            return fail("" if quiet else f"modprobe: FATAL: Module {name} not found in directory /lib/modules")
+            return fail(
+                "" if quiet else f"modprobe: FATAL: Module {name} not found in directory /lib/modules"
+            )
     return 0
 
 
@@ -164,7 +176,11 @@ def modinfo(words: Sequence[str]) -> int:
         "description": "stand-in of a bringup twin",
         "signer": "twin" if state.hardware().get("module_signed") else "",
     }
-    print(values.get(field, "") if field else "\n".join(f"{key}:{'':<10}{value}" for key, value in values.items()))
+    print(
+        values.get(field, "")
+        if field
+        else "\n".join(f"{key}:{'':<10}{value}" for key, value in values.items())
+    )
     return 0
 
 
@@ -176,7 +192,9 @@ def dkms_build(words: Sequence[str]) -> int:
         return 0
     release = state.kernel_release()
     if not state.at(f"/lib/modules/{release}/build").exists():
-        print(f"Module build for kernel {release} was skipped since the kernel headers for it do not seem to be installed.")
+        print(
+            f"Module build for kernel {release} was skipped since the kernel headers for it do not seem to be installed."
+        )
         return 0
     version, flavour = words
     state.write_json(path, {"stand_in": True, "version": version, "open": flavour == "open"})
@@ -188,7 +206,9 @@ def dkms(words: Sequence[str]) -> int:
     """`dkms status`."""
     module = built()
     if module:
-        print(f"nvidia/{module['version']}, {state.kernel_release()}, {state.hardware().get('arch')}: installed")
+        print(
+            f"nvidia/{module['version']}, {state.kernel_release()}, {state.hardware().get('arch')}: installed"
+        )
     return 0
 
 
@@ -220,7 +240,9 @@ def journalctl(words: Sequence[str]) -> int:
             pattern = words[number + 1]
         elif word.startswith("--grep="):
             pattern = word.partition("=")[2]
-    found = [line for line in kernel_log() if re.search(pattern, line, 0 if pattern != pattern.lower() else re.I)]
+    found = [
+        line for line in kernel_log() if re.search(pattern, line, 0 if pattern != pattern.lower() else re.I)
+    ]
     sys.stdout.write("".join(f"{line}\n" for line in found))
     return 0 if found else 1
 

@@ -119,15 +119,15 @@ def pci(worn: dict[str, Any], kernel: dict[str, Any], folder: Path) -> None:
         (folder / "drivers" / name).mkdir(parents=True)
     module = kernel.get("module")
     for gpu in state.on_bus(worn):
-        holder = "nouveau" if worn.get("nouveau") else "nvidia" if module and not gpu.get("fails_init") else ""
+        holder = (
+            "nouveau" if worn.get("nouveau") else "nvidia" if module and not gpu.get("fails_init") else ""
+        )
         _device(folder, gpu["address"], gpu["pci_id"], GPU_CLASS, holder, gpu)
     for address in worn.get("switches", []):
         _device(folder, address, "10de:22a3", SWITCH_CLASS, "nvidia-nvswitch" if module else "", {})
 
 
-def _device(
-    folder: Path, address: str, pci_id: str, kind: int, holder: str, more: dict[str, Any]
-) -> None:
+def _device(folder: Path, address: str, pci_id: str, kind: int, holder: str, more: dict[str, Any]) -> None:
     here = folder / "devices" / address
     vendor, _, device = pci_id.partition(":")
     values = {

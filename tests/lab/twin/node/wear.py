@@ -22,12 +22,27 @@ GIVEN = Path("/etc/twin/hardware.json")
 BASE = Path("/run/twin/root")
 STANDIN = "/usr/lib/twin/tests/lab/twin/node/standin"
 LOCAL = {
-    "/usr/local/sbin": ("modprobe", "rmmod", "lsmod", "modinfo", "dkms", "twin-refresh", "twin-state", "hold-dpkg-lock"),
+    "/usr/local/sbin": (
+        "modprobe",
+        "rmmod",
+        "lsmod",
+        "modinfo",
+        "dkms",
+        "twin-refresh",
+        "twin-state",
+        "hold-dpkg-lock",
+    ),
     "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build"),
 }
 """Programs that stand before the distribution's own in every PATH. nvidia-smi and the daemons come with packages."""
 
 MOTD = "This is a twin of {host} ({platform}): a container that wears recorded hardware. No GPU is here.\n"
+OTHER_KERNEL = "-twin"
+"""How the names of kernels end that only a fault has."""
+
+FAULTS = Path("/run/twin/faults")
+"""Processes that faults have started, by pid."""
+
 STEP_LIMIT_S = 120
 UNITS = ("nvidia-persistenced", "nvidia-fabricmanager")
 
@@ -60,6 +75,7 @@ def apply_next_boot(worn: dict[str, Any]) -> None:
 
 def refresh() -> int:
     """The controller wrote new hardware: show it, and start or stop what depends on it."""
+    heal()
     worn = state.read_json(GIVEN)
     before = state.hardware()
     state.write_json(state.at("/var/lib/twin/hardware.json"), worn)
@@ -81,14 +97,49 @@ def refresh() -> int:
     return 0
 
 
+def heal() -> None:
+    """Takes back what earlier faults did beside the hardware: processes, mounts, a proxy."""
+    for mark in FAULTS.glob("*"):
+        subprocess.run(
+            ["kill", "-9", "--", f"-{mark.name}"], capture_output=True, timeout=STEP_LIMIT_S, check=False
+        )
+        mark.unlink()
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        source, target, *_ = line.split()
+        if source == "twin-fault":
+            subprocess.run(["umount", "-l", target], capture_output=True, timeout=STEP_LIMIT_S, check=False)
+    path = Path("/etc/environment")
+    kept = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("http_proxy=")
+    ]
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def fault(words: Sequence[str]) -> int:
+    """Becomes a fault's command, in a group of its own, noted so that it can be ended."""
+    FAULTS.mkdir(parents=True, exist_ok=True)
+    os.setsid()
+    (FAULTS / str(os.getpid())).touch()
+    os.execvp(words[0], list(words))
+
+
 def settle_units(worn: dict[str, Any], before: dict[str, Any]) -> None:
     """Restarts the daemons that a change concerns; one that the hardware says is stopped stays stopped."""
     stopped = worn.get("stopped_units", [])
     was_stopped = before.get("stopped_units", [])
-    faults = ("fabric_manager_version", "fabric_manager_fails", "loaded_version", "nouveau", "driver_unloaded")
+    faults = (
+        "fabric_manager_version",
+        "fabric_manager_fails",
+        "loaded_version",
+        "nouveau",
+        "driver_unloaded",
+    )
     concerned = any(worn.get(name) != before.get(name) for name in faults)
     for unit in UNITS:
-        if not Path(f"/etc/systemd/system/{unit}.service").exists() and not Path(f"/lib/systemd/system/{unit}.service").exists():
+        if (
+            not Path(f"/etc/systemd/system/{unit}.service").exists()
+            and not Path(f"/lib/systemd/system/{unit}.service").exists()
+        ):
             continue
         if unit in stopped:
             systemctl("stop", unit)
@@ -104,7 +155,11 @@ def _active(unit: str) -> bool:
 def systemctl(*words: str) -> int:
     """Exit code of systemctl; its output is nobody's business here."""
     return subprocess.run(
-        ["systemctl", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=STEP_LIMIT_S, check=False
+        ["systemctl", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=STEP_LIMIT_S,
+        check=False,
     ).returncode
 
 
@@ -126,9 +181,9 @@ def install_programs(worn: dict[str, Any]) -> None:
         sources.write_text("deb [trusted=yes] file:/opt/twin/archive ./\n", encoding="utf-8")
 
 
-def modules_folder(worn: dict[str, Any]) -> None:
-    """/lib/modules/<release>: with headers, unless the recorded machine has none."""
-    folder = Path("/lib/modules", state.kernel_release())
+def modules_folder(worn: dict[str, Any], modules: Path = Path("/lib/modules")) -> None:
+    """/lib/modules/<release>: with headers, unless the recorded machine has none; and other kernels' folders."""
+    folder = modules / state.kernel_release()
     headers = folder / "build"
     folder.mkdir(parents=True, exist_ok=True)
     if worn.get("no_headers"):
@@ -136,8 +191,12 @@ def modules_folder(worn: dict[str, Any]) -> None:
             headers.rmdir()
     else:
         headers.mkdir(exist_ok=True)
-    for release in worn.get("other_kernels", []):
-        Path("/lib/modules", release).mkdir(parents=True, exist_ok=True)
+    wanted = worn.get("other_kernels", [])
+    for stranger in modules.iterdir():
+        if stranger.name.endswith(OTHER_KERNEL) and stranger.name not in wanted:
+            stranger.rmdir()
+    for release in wanted:
+        (modules / release).mkdir(exist_ok=True)
 
 
 def mount() -> None:
@@ -153,7 +212,9 @@ def mount() -> None:
 
 def bind(source: str, target: str) -> None:
     """`mount --bind`; a container's boot must go on when it fails, so it is only said."""
-    done = subprocess.run(["mount", "--bind", source, target], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["mount", "--bind", source, target], capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode:
         print(f"twin: {target}: {done.stderr.strip()}", file=sys.stderr)
 
@@ -173,7 +234,9 @@ def born(words: Sequence[str]) -> int:
             [*apt, *update, "-o", "APT::Get::List-Cleanup=0", "-qq", "update"],
             [*apt, "-qq", "-y", "--no-install-recommends", "install", *driver["packages"]],
         ):
-            done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=False)
+            done = subprocess.run(
+                argv, env=environment, capture_output=True, text=True, timeout=STEP_LIMIT_S, check=False
+            )
             if done.returncode:
                 return tools.fail(f"twin: {' '.join(argv)}: {done.stdout}{done.stderr}")
         problem = tools.load_nvidia()

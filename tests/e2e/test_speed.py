@@ -1,0 +1,100 @@
+"""Measuring and tuning on real ground: the pair's servers are measured, compared with themselves, and tuned;
+what tuning changed is put back.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from bringup import ROOT
+from bringup.errors import Exit
+from tests.e2e.site import Done, Site, answers
+
+OUTPUT_TOKENS = 32
+SMOKE = {"32->32": 6 * OUTPUT_TOKENS, "4x 32->32": 3 * 8 * OUTPUT_TOKENS}
+"""The suite's loads and the tokens that their runs ask for together."""
+TRIES = 4
+
+
+@pytest.fixture(scope="module")
+def measured(pair: Site) -> Done:
+    """The smoke suite on both servers, which are provisioned first when this file runs alone."""
+    port = int(pair.service()["port"])
+    if not all(answers(name, port) for name in pair.names):
+        done = pair.provision()
+        assert done.code == Exit.DONE, done.text
+    return pair.invoke("bench", "--suite", "smoke", "--json")
+
+
+def loads(target: dict[str, Any]) -> dict[str, int]:
+    labels = ("32->32", "4x 32->32")
+    return dict(zip(labels, (item["output_tokens"] for item in target["measured"]), strict=True))
+
+
+def test_every_token_of_both_servers_is_counted_by_the_servers(pair: Site, measured: Done) -> None:
+    assert measured.code == Exit.DONE, measured.text
+    data = measured.data
+    assert data["schema_version"] >= 1
+    assert [target["name"].split()[0] for target in data["targets"]] == list(pair.names)
+    for target in data["targets"]:
+        assert loads(target) == SMOKE
+        assert all(item["errors"] == 0 for item in target["measured"])
+        assert all(len(item["values"]["output_tok_s"]) > 0 for item in target["measured"])
+
+
+def test_log_memory_versions_and_the_tunnels_cost_lie_beside_it(measured: Done) -> None:
+    for target in measured.data["targets"]:
+        beside = target["beside"]
+        assert beside["log"]["readings"] >= len(SMOKE)
+        assert beside["log"]["decode_tok_s"] > 0
+        assert sum(beside["locality"]["bytes_by_node"].values()) > 0
+        assert 0 <= beside["tunnel_ms"] < 1000
+        assert beside["notes"] == []
+        assert target["fingerprint"]["profile"] == "cpu-words-llama-server"
+        assert target["fingerprint"]["all packages"]
+    folder = ROOT / "runs" / measured.data["run"]
+    for name in ("bench.json", "bench.csv", "report.html", "record.json"):
+        assert (folder / name).stat().st_mode & 0o077 == 0, name
+
+
+def test_a_server_against_itself_is_the_same_or_cannot_be_told(pair: Site, measured: Done) -> None:
+    """Other work on the same cores may really slow one of two measurements: then they are taken again."""
+    name = pair.names[0]
+    verdicts = []
+    for _ in range(TRIES):
+        done = pair.invoke("bench", "--limit", name, "--against", measured.data["run"], "--json")
+        verdicts.append(done.data["verdict"])
+        compared = {label.rpartition(": ")[2] for label in done.data["against"]["comparisons"]}
+        assert compared == set(SMOKE)
+        assert done.code == (Exit.GATE if verdicts[-1] == "worse" else Exit.DONE), done.text
+        if verdicts[-1] in ("same", "cannot tell"):
+            return
+        measured = done
+    pytest.fail(f"the same server was {', '.join(verdicts)} than itself")
+
+
+def test_a_suite_or_run_that_does_not_exist_is_refused_before_anything_runs(pair: Site) -> None:
+    done = pair.invoke("bench", "--suite", "smoky")
+    assert done.code == Exit.USAGE
+    assert 'Did you mean "smoke"' in done.text
+
+
+def test_tuning_picks_a_setting_and_puts_the_server_back(pair: Site, measured: Done) -> None:
+    done = pair.invoke("tune", "--yes", "--json")
+    assert done.code == Exit.DONE, done.text
+    data = done.data
+    tried = [one["name"] for one in data["measured"]]
+    assert tried == ["--parallel=4", "--parallel=8"]
+    assert data["picked"] in tried
+    folder = ROOT / "runs" / data["run"]
+    assert json.loads((folder / "state.json").read_text())["measured"]
+    assert (folder / "report.html").is_file()
+    if data["profile"]:
+        assert yaml.safe_load((folder / "candidate.yml").read_text())["based_on"] == "cpu-words-llama-server"
+    again = pair.provision("--check", "--limit", pair.names[0])
+    assert again.code == Exit.DONE, again.text
+    assert all(host["changed"] == 0 for host in again.data["hosts"].values())

@@ -1,0 +1,160 @@
+"""A STAND-IN for an engine, for tests only: it speaks the OpenAI API, makes no sense, and misbehaves as told.
+
+    python misbehave.py --port 8000 --alias words --how hangs-after
+
+It says what it is in its process title, in `/v1/models` and in its metrics (`standin:`). Ways to misbehave (`--how`):
+
+well             does not
+slow-start       listens only after 6 s
+wrong-name       serves another model than the one it was asked to
+lies             /health and /v1/models are right at once, no completion ever comes
+crash-loop       ends with an error at each start
+exits-0          ends with exit code 0 five seconds after its first start, as some engines do after a fault of the GPU
+leaks-shm        leaves shared memory and a child process in a session of its own that ignores TERM and holds a port
+ignores-term     does not end when asked
+hangs-after      answers 8 requests, then none, while /health stays right
+long-prefill     one prompt takes 12 s, and until then no counter moves
+floods           writes 20,000 numbered lines to its log as fast as it can
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+WAYS = (
+    "well slow-start wrong-name lies crash-loop exits-0 leaks-shm ignores-term hangs-after long-prefill floods"
+).split()
+SLOW_START_S = 6.0
+GOOD_REQUESTS = 8
+PREFILL_S = 12.0
+PREFILL_MARK = "a-very-long-prompt"
+FLOOD_LINES = 20_000
+LEAKED_BYTES = 8 * 1024 * 1024
+
+
+class State:
+    """What the server counts."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.requests = self.tokens = self.running = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The API."""
+
+    how = "well"
+    alias = "words"
+    state = State()
+
+    def do_GET(self) -> None:
+        """/health, /v1/models and /metrics."""
+        state = self.state
+        metrics = "".join(
+            f"standin:{name} {value}\n"
+            for name, value in (("running", state.running), ("tokens_total", state.tokens))
+        )
+        name = "another" if self.how == "wrong-name" else self.alias
+        models = {"data": [{"id": name, "owned_by": "stand-in, no engine"}]}
+        pages: dict[str, Any] = {"/health": {"status": "ok"}, "/v1/models": models, "/metrics": metrics}
+        self.reply(200 if self.path in pages else 404, pages.get(self.path, {}))
+
+    def do_POST(self) -> None:
+        """/v1/chat/completions."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state = self.state
+        with state.lock:
+            state.requests += 1
+            state.running += 1
+            number = state.requests
+        try:
+            prompt = body["messages"][-1]["content"]
+            if self.how == "lies" or (self.how == "hangs-after" and number > GOOD_REQUESTS):
+                threading.Event().wait()
+            if self.how == "long-prefill" and PREFILL_MARK in prompt:
+                time.sleep(PREFILL_S)
+            while self.how == "long-prefill" and state.running > 1 and PREFILL_MARK not in prompt:
+                # One batch at a time: everybody waits for the long prompt.
+                time.sleep(0.05)
+            with state.lock:
+                state.tokens += 1
+        finally:
+            with state.lock:
+                state.running -= 1
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "stand-in"},
+            "finish_reason": "length",
+        }
+        self.reply(200, {"model": self.alias, "choices": [choice], "usage": {"completion_tokens": 1}})
+
+    def reply(self, status: int, data: Any) -> None:
+        """JSON, or text as it is."""
+        content = data.encode() if isinstance(data, str) else json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def leak(port: int) -> None:
+    """Shared memory under a name, and a child that nothing but SIGKILL to the control group ends."""
+    Path("/dev/shm/stand-in-leak").write_bytes(b"x" * LEAKED_BYTES)
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ThreadingHTTPServer(("127.0.0.1", port + 1), Handler).serve_forever()
+
+
+def first_time() -> bool:
+    """True at the first start in this working folder."""
+    mark = Path("stand-in-was-here")
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a stand-in for an engine, for tests")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--alias", required=True)
+    parser.add_argument("--how", choices=WAYS, default="well")
+    options = parser.parse_args()
+    # The title that `ps` shows: a stand-in says what it is.
+    Path("/proc/self/comm").write_text("stand-in", encoding="ascii")
+    Handler.how, Handler.alias = options.how, options.alias
+    print(f"stand-in, no engine: {options.how}", flush=True)
+    if options.how == "crash-loop":
+        sys.exit("CUDA error: an illegal memory access was encountered (a stand-in says so)")
+    if options.how == "slow-start":
+        time.sleep(SLOW_START_S)
+    if options.how == "leaks-shm":
+        leak(options.port)
+    if options.how == "ignores-term":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.how == "exits-0" and first_time():
+        threading.Timer(5.0, os._exit, (0,)).start()
+    if options.how == "floods":
+        threading.Thread(target=flood, daemon=True).start()
+    print("stand-in: model loaded", flush=True)
+    ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
+
+
+def flood() -> None:
+    """Numbered lines, as fast as the log takes them."""
+    for number in range(FLOOD_LINES):
+        print(f"flood {number}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

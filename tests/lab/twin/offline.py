@@ -1,0 +1,154 @@
+"""A twin without a container: its trees in a folder, its programs called in this process.
+
+Fast enough to show every fault to preflight in a second; what needs processes, mounts or locks is left to
+real twins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bringup import ROOT, preflight, twins
+from bringup.node import facts
+from bringup.planned import HostPlan, Plan
+from bringup.rolevars import preflight as variables
+from tests.lab.twin.node import smi, state, tools, trees, wear
+
+BASE = ROOT / "tests" / "cases" / "preflight" / "base" / "eight.yml"
+DEBIAN_LIBRARIES = "usr/lib/x86_64-linux-gnu"
+
+
+@contextlib.contextmanager
+def rooted(root: Path) -> Iterator[None]:
+    """The twin's programs see `root` as `/`."""
+    before = os.environ.get("TWIN_ROOT")
+    os.environ["TWIN_ROOT"] = str(root)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TWIN_ROOT"]
+        else:
+            os.environ["TWIN_ROOT"] = before
+
+
+def dressed(worn: Mapping[str, Any], root: Path) -> None:
+    """Writes what a booted twin with its driver installed would have under `root`."""
+    given = dict(worn)
+    version = (given.get("driver") or {}).get("version")
+    with rooted(root):
+        state.write_json(state.at("/var/lib/twin/hardware.json"), given)
+        state.save_kernel({"module": None, "settings": {}})
+        if version:
+            _installed(version, root)
+        modules = root / "lib/modules"
+        wear.modules_folder(given, modules)
+        if version and not given.get("driver_unloaded"):
+            tools.load_nvidia()
+        tools.refresh()
+        if _fabric_manager_runs(given, version):
+            trees.text(state.at(tools.FABRIC), str(version))
+        if version:
+            trees.text(state.at(tools.PERSISTENCE), "")
+
+
+def _installed(version: str, root: Path) -> None:
+    state.write_json(state.module_file(), {"stand_in": True, "version": version, "open": True})
+    folder = root / DEBIAN_LIBRARIES
+    folder.mkdir(parents=True)
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        (folder / f"{name}.{version}").touch()
+    trees.text(root / "usr/bin/nvidia-smi", "stand-in")
+    state.write_json(root / "usr/share/nvidia/nvswitch/stand-in.json", {"stand_in": True, "version": version})
+
+
+def _fabric_manager_runs(worn: Mapping[str, Any], version: str | None) -> bool:
+    if not version or not worn.get("switches") or worn.get("fabric_manager_fails"):
+        return False
+    if "nvidia-fabricmanager" in worn.get("stopped_units", ()):
+        return False
+    return worn.get("fabric_manager_version", version) == worn.get("loaded_version", version)
+
+
+PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "nvidia-smi": smi.main,
+    "journalctl": tools.journalctl,
+    "mokutil": tools.mokutil,
+    "nv-fabricmanager": tools.fabric_manager,
+}
+
+
+def runner(worn: Mapping[str, Any], root: Path) -> facts.Runner:
+    """What `facts.gather` runs commands with, on the twin under `root`."""
+
+    def run(argv: Sequence[str], limit_s: int) -> tuple[int, str]:
+        program, *words = argv
+        if program == "systemctl" and words[:1] == ["is-active"]:
+            return 0, "active" if _active(worn, words[1], root) else "inactive"
+        if program == "nvidia-smi" and worn.get("smi_hangs"):
+            return 124, ""
+        if program not in PROGRAMS:
+            return facts.run(argv, limit_s)
+        out = io.StringIO()
+        with rooted(root), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = PROGRAMS[program](words)
+        return code, out.getvalue()
+
+    return run
+
+
+def _active(worn: Mapping[str, Any], unit: str, root: Path) -> bool:
+    mark = {"nvidia-fabricmanager": tools.FABRIC, "nvidia-persistenced": tools.PERSISTENCE}[unit]
+    return (root / mark.lstrip("/")).exists()
+
+
+def gathered(worn: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """The facts of a twin: its hardware, on a system that is as it should be."""
+    dressed(worn, root)
+    return {
+        **yaml.safe_load(BASE.read_text(encoding="utf-8"))["facts"],
+        "arch": worn["arch"],
+        "disks": [],
+        "memory": facts.parse_meminfo(facts.read(root / "proc/meminfo")),
+        "numa": facts.numa(root),
+        "settings": facts.settings(root),
+        "gpu": facts.gpu(runner(worn, root), root),
+    }
+
+
+def expected(host: HostPlan, plan: Plan) -> preflight.Expected:
+    """What the host's plan wants; room on disks and the clock are no part of hardware."""
+    wanted = variables.variables(host, plan)["preflight_expected"]
+    return preflight.Expected.of({**wanted, "rooms": []})
+
+
+def verdicts(
+    host: HostPlan, plan: Plan, chosen: Sequence[twins.Fault], root: Path
+) -> list[preflight.Finding]:
+    """What preflight says of a host's twin with faults."""
+    worn = twins.with_faults(twins.hardware(host, "twin-01"), chosen)
+    return preflight.verdicts(gathered(worn, root), expected(host, plan))
+
+
+def applies(fault: twins.Fault, host: HostPlan) -> bool:
+    """Whether a host's hardware can have the fault, and it can be shown without a container."""
+    platform = host.expected
+    if fault.run or not platform.get("gpus"):
+        return False
+    needs = {
+        "": True,
+        "gpus": True,
+        "switches": platform["links"]["nvswitches"] > 0,
+        "open modules": bool((platform.get("driver") or {}).get("open_modules")),
+        "memory nodes": bool((platform.get("host") or {}).get("numa")),
+    }
+    numbered = [name.split(".")[1] for name in fault.state if name.startswith("gpus.")]
+    highest = max((int(number) for number in numbered if number != "*"), default=0)
+    return needs[fault.needs] and highest < platform["gpus"]["count"]

@@ -1,0 +1,401 @@
+"""Twins: hardware from the catalog, stand-ins that answer like the real tools, faults that preflight names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bringup import ROOT, plan, preflight, twins
+from bringup.errors import UsageError
+from bringup.node import contents, facts
+from bringup.planned import HostPlan, Plan
+from tests.lab.twin import archive, offline
+from tests.lab.twin.node import smi
+
+INVENTORIES = ("h20", "gh200", "h100", "h200")
+
+
+@cache
+def planned(inventory: str) -> Plan:
+    return twins.plan_for(plan.load(inventory))
+
+
+def first(inventory: str) -> HostPlan:
+    return planned(inventory).hosts[0]
+
+
+def shown() -> list[tuple[str, str]]:
+    """(inventory, fault) of each fault that a platform can have and that shows without a container."""
+    return [
+        (inventory, name)
+        for name, fault in twins.faults().items()
+        for inventory in INVENTORIES
+        if offline.applies(fault, first(inventory)) and fault.code
+    ]
+
+
+# --- faults and preflight -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_a_healthy_twin_of_any_platform_gives_no_finding(inventory: str, tmp_path: Path) -> None:
+    found = offline.verdicts(first(inventory), planned(inventory), [], tmp_path)
+    assert [str(finding) for finding in found] == []
+
+
+@pytest.mark.parametrize(("inventory", "name"), shown())
+def test_preflight_names_the_fault(inventory: str, name: str, tmp_path: Path) -> None:
+    fault = twins.faults()[name]
+    found = offline.verdicts(first(inventory), planned(inventory), [fault], tmp_path)
+    assert fault.code in [finding.code for finding in found], [str(finding) for finding in found]
+
+
+def test_every_fault_shows_on_a_platform_or_in_a_container() -> None:
+    there = {name for _, name in shown()}
+    others = {name for name, fault in twins.faults().items() if fault.run or not fault.code}
+    assert there | others == set(twins.faults())
+
+
+def test_every_fault_names_causes_and_codes_that_exist() -> None:
+    causes = {path.stem for path in (ROOT / "catalog" / "failures").glob("*.yml")}
+    plan_only = {"gpu-memory-already-used", "orphan-gpu-workers", "process-stuck-in-driver"}
+    source = Path(preflight.__file__).read_text()
+    for fault in twins.faults().values():
+        assert set(fault.causes) <= causes | plan_only, fault.name
+        assert fault.code is None or f'"{fault.code}"' in source, fault.name
+
+
+def test_a_reboot_can_bring_one_gpu_fewer() -> None:
+    fault = twins.faults()["gpu-gone-after-reboot"]
+    worn = twins.with_faults(twins.hardware(first("h20"), "twin-01"), [fault])
+    assert all(gpu.get("on_bus", True) for gpu in worn["gpus"])
+    from tests.lab.twin.node import wear
+
+    wear.apply_next_boot(worn)
+    assert [gpu.get("on_bus", True) for gpu in worn["gpus"]].count(False) == 1
+
+
+def test_faults_are_chosen_by_name_and_host_and_unknown_ones_are_all_told() -> None:
+    chosen = twins.chosen_faults(["gpu-lost", "nouveau@b"], ["a", "b"])
+    assert {host: [fault.name for fault in found] for host, found in chosen.items()} == {
+        "a": ["gpu-lost"],
+        "b": ["nouveau"],
+    }
+    with pytest.raises(UsageError) as caught:
+        twins.chosen_faults(["gpu-lots", "nouveau@c"], ["a", "b"])
+    assert len(caught.value.problems) == 2
+    assert "gpu-lost" in str(caught.value)
+
+
+def test_faults_leave_the_healthy_hardware_as_it_was() -> None:
+    healthy = twins.hardware(first("h20"), "twin-01")
+    before = json.dumps(healthy)
+    twins.with_faults(healthy, list(twins.faults().values()))
+    assert json.dumps(healthy) == before
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_launch_lines_units_and_ports_of_twins_are_the_real_ones(inventory: str) -> None:
+    real = plan.load(inventory)
+    for host, twin in zip(real.hosts, planned(inventory).hosts, strict=True):
+        assert [replace(one, is_stand_in=False) for one in twin.services] == list(host.services)
+        assert all(one.is_stand_in for one in twin.services)
+        assert [one.prefix for one in twin.environments] == [one.prefix for one in host.environments]
+        assert [one.folder for one in twin.models] == [one.folder for one in host.models]
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_a_plan_of_twins_can_be_provisioned(inventory: str) -> None:
+    assert plan.unprovisionable(planned(inventory)) == []
+    assert all(model.files for host in planned(inventory).hosts for model in host.models)
+
+
+def test_the_lab_keeps_its_real_engine_and_model_as_twins() -> None:
+    real, twin = plan.load("lab"), planned("lab")
+    assert twin.hosts[0].environments == real.hosts[0].environments
+    assert twin.hosts[0].models == real.hosts[0].models
+    assert not twin.hosts[0].services[0].is_stand_in
+
+
+@pytest.mark.parametrize("inventory", INVENTORIES)
+def test_stand_in_models_pass_the_checks_of_real_ones(inventory: str, tmp_path: Path) -> None:
+    real = plan.load(inventory).hosts[0]
+    for model in real.models:
+        files = twins.model_files(model, 4096)
+        for path, content in files.items():
+            (tmp_path / path).write_bytes(content)
+        assert contents.check_model(tmp_path, files, model.expects) == []
+
+
+def test_an_inventory_of_twins_names_the_same_hosts_and_hides_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "FOLDER", tmp_path)
+    real = plan.load("h20")
+    folder = twins.write_inventory("h20", real, twins.assigned([host.name for host in real.hosts]))
+    found = plan.load(str(folder))
+    assert [host.name for host in found.hosts] == [host.name for host in real.hosts]
+    assert found.inventory == "h20-twins"
+    assert [finding.code for finding in found.findings].count("TWIN") == len(real.hosts)
+    text = (folder / "hosts.yml").read_text()
+    assert "198.18.5." in text
+    assert "192.0.2." not in text
+
+
+# --- hardware -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    with offline.rooted(tmp_path):
+        yield tmp_path
+
+
+def answer(root: Path, *words: str) -> str:
+    return smi.answer(words)
+
+
+def test_the_stand_in_answers_every_form_that_is_used(root: Path) -> None:
+    offline.dressed(twins.hardware(first("h20"), "twin-01"), root)
+    listed = answer(root, "-L").splitlines()
+    assert len(listed) == 8
+    assert listed[0].startswith("GPU 0: NVIDIA H20-3e (UUID: GPU-")
+    table = answer(root, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+    assert table.splitlines()[7].split(", ")[::2] == ["7", "143771"]
+    head = answer(root, "--query-gpu=name,memory.total", "--format=csv").splitlines()[0]
+    assert head == "name, memory.total [MiB]"
+    parsed = facts.parse_smi(answer(root, "-q", "-x"))
+    assert (parsed["driver"], parsed["attached"], len(parsed["gpus"])) == ("580.159.04", 8, 8)
+    assert facts.parse_nvlink(answer(root, "nvlink", "-s"))[7] == {"gpu": 7, "links": 18, "inactive": 0}
+    assert "stand-in" in answer(root, "--version")
+    assert answer(root, "topo", "-m").splitlines()[1].split("\t")[:3] == ["GPU0", " X ", "NV18"]
+
+
+def test_the_topology_of_twins_is_read_as_the_platform_has_it(root: Path) -> None:
+    from bringup import placement
+
+    offline.dressed(twins.hardware(first("gh200"), "twin-01"), root)
+    tree = root / "sys/devices/system/node"
+    found = placement.parse_topology(tree, answer(root, "topo", "-m"))
+    assert [node.number for node in found.cpu_nodes] == [0, 1]
+    assert found.memory_only == (2, 10)
+    assert [found.node_of(0), found.node_of(1)] == [0, 1]
+
+
+def test_settings_last_until_the_next_boot(root: Path) -> None:
+    offline.dressed(twins.hardware(first("gh200"), "twin-01"), root)
+    answer(root, "-pl", "600")
+    answer(root, "-i", "1", "-lgc", "300,1500")
+    asked = ("--query-gpu=power.limit,clocks.sm", "--format=csv,noheader")
+    assert answer(root, *asked).splitlines() == ["600.00 W, 345 MHz", "600.00 W, 1500 MHz"]
+    with pytest.raises(smi.Refused, match="not a valid power limit"):
+        answer(root, "-pl", "9000")
+
+
+def test_an_option_that_the_stand_in_does_not_know_is_refused(root: Path) -> None:
+    offline.dressed(twins.hardware(first("gh200"), "twin-01"), root)
+    with pytest.raises(smi.Refused, match="--frobnicate"):
+        answer(root, "--frobnicate")
+    with pytest.raises(smi.Refused, match="not a valid field"):
+        answer(root, "--query-gpu=colour")
+
+
+def test_a_record_of_a_node_becomes_hardware() -> None:
+    outputs = {
+        "nvidia-smi-q.xml": (ROOT / "tests/cases/node/nvidia-smi-q.xml").read_text(),
+        "meminfo.txt": "MemTotal:       131981020 kB\n",
+        "numa.txt": "/sys/devices/system/node/node0/cpulist:0-15\n"
+        "/sys/devices/system/node/node0/meminfo:Node 0 MemTotal:       131981020 kB\n",
+        "lspci.txt": "0000:05:00.0 Bridge [0680]: NVIDIA Corporation GH100 [10de:22a3] (rev a1)\n",
+    }
+    worn = twins.hardware_of_record(outputs)
+    gpu = worn["gpus"][0]
+    assert (gpu["name"], gpu["memory_mib"], gpu["pci_id"]) == ("NVIDIA H200", 143771, "10de:2335")
+    assert gpu["address"] == "0000:00:06.0"
+    assert worn["switches"] == ["0000:05:00.0"]
+    assert worn["numa"] == [{"node": 0, "cpus": "0-15", "memory_gib": 125.87}]
+
+
+def test_what_identifies_a_machine_is_blanked_in_a_record() -> None:
+    text = "GPU 0: X (UUID: GPU-3a5a445e-deaf-d7a2-a16a-bbe3a9fa46ea)\n<serial>1654321</serial>"
+    assert "3a5a445e" not in twins.blanked(text)
+    assert "1654321" not in twins.blanked(text)
+
+
+# --- packages -----------------------------------------------------------------------------------------------
+
+
+def test_packages_are_the_same_bytes_every_time_and_say_what_they_are() -> None:
+    one = archive.Package(
+        "demo", "1.0", "a demo", files={"/usr/share/demo": "text"}, links={"/usr/bin/x": "y"}
+    )
+    made = archive.deb(one, "amd64")
+    assert made == archive.deb(one, "amd64")
+    assert made.startswith(b"!<arch>\ndebian-binary")
+
+
+def test_two_drivers_exclude_each_other_and_versions_go_together() -> None:
+    made = {
+        (package.name, package.version): package
+        for version in ("570.195.03", "580.159.04")
+        for package in archive.driver_packages(version, b"", b"", "x86_64-linux-gnu")
+    }
+    new = made["nvidia-dkms-580-open", "580.159.04-0twin1"]
+    old = made["nvidia-dkms-570-open", "570.195.03-0twin1"]
+    assert new.relations["Conflicts"] == old.relations["Provides"]
+    driver = made["nvidia-driver-580-open", "580.159.04-0twin1"].relations["Depends"]
+    assert "libnvidia-compute-580 (= 580.159.04-0twin1)" in driver
+
+
+def test_a_twin_is_born_with_the_recommended_driver() -> None:
+    born = twins.born_driver({"minimum": "550", "recommended": "580.105.08", "fabric_manager": True})
+    assert born["version"] == "580.105.08"
+    assert "nvidia-fabricmanager-580=580.105.08-0twin1" in born["packages"]
+    assert not [name for name in twins.born_driver({"minimum": "580"})["packages"] if "fabric" in name]
+
+
+# --- engines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Unpacked wheels of a version of each engine."""
+    made = {}
+    for engine, version in (("sglang", "0.5.15.post1"), ("vllm", "0.33.0")):
+        _, content = twins.wheel(engine, version)
+        folder = tmp_path_factory.mktemp(engine)
+        zipfile.ZipFile(BytesIO(content)).extractall(folder)
+        made[engine] = folder
+    return made
+
+
+def launched(folder: Path, *argv: str, limit: float = 30) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *argv],
+        env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def test_the_same_engine_gives_the_same_wheel() -> None:
+    from tests.lab.twin.engine import package
+
+    name, content = twins.wheel("sglang", "0.5.15.post1")
+    package.wheel.cache_clear()
+    assert (name, content) == twins.wheel("sglang", "0.5.15.post1")
+    lock, text = twins.lock_of("sglang", "0.5.15.post1")
+    assert hashlib.sha256(content).hexdigest() in text
+    assert lock.startswith(".lab/")
+
+
+def test_an_unknown_flag_is_refused_in_the_words_of_the_real_engine(engines: dict[str, Path]) -> None:
+    done = launched(engines["sglang"], "sglang.launch_server", "--model-path", "/m", "--enable-turbo-mode")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "sglang serve: error: unrecognized arguments: --enable-turbo-mode"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"], 1, "NoneType"),
+        (["--kv-cache-dtype", "fp8_e5m2"], 1, "AssertionError"),
+        (["--enable-single-batch-overlap"], -9, "Received sigquit from a child process"),
+        ([], 1, "config.json"),
+    ],
+)
+def test_what_the_real_engine_refuses_after_parsing_is_refused_too(
+    engines: dict[str, Path], argv: list[str], code: int, says: str
+) -> None:
+    done = launched(engines["sglang"], "sglang.launch_server", "--model-path", "/no/model", *argv)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert says in done.stdout
+
+
+@pytest.mark.parametrize("inventory", ["h20", "gh200"])
+def test_a_planned_launch_line_serves_and_says_that_it_is_a_stand_in(
+    inventory: str, tmp_path: Path, unused_port: int
+) -> None:
+    host = plan.load(inventory).hosts[0]
+    service, model = host.services[0], host.models[0]
+    _, content = twins.wheel(service.engine, service.engine_version)
+    zipfile.ZipFile(BytesIO(content)).extractall(tmp_path / "site")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path, data in twins.model_files(model, service.context_tokens).items():
+        (folder / path).write_bytes(data)
+    argv = [str(folder) if word == model.entry else word for word in service.argv[1:]]
+    argv[argv.index("--port") + 1] = str(unused_port)
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        lines = _until(process, "Uvicorn running")
+        base = f"http://127.0.0.1:{unused_port}"
+        listed = json.loads(_get(f"{base}/v1/models"))["data"][0]
+        assert listed["id"] == service.served_name
+        assert listed["max_model_len"] >= (service.context_tokens or 0)
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}).encode()
+        reply = json.loads(_get(f"{base}/v1/chat/completions", body))
+        assert reply["usage"]["completion_tokens"] == 5
+        page = _get(f"{base}/metrics")
+        assert "bringup_stand_in" in page
+        assert [theirs for theirs in service.metrics_names.values() if theirs not in page] == []
+        text = "\n".join(lines)
+        import re
+
+        assert [name for name, mark in service.log_markers.items() if not re.search(mark, text)] == []
+        assert Path(f"/proc/{process.pid}/comm").read_text().startswith("standin-")
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _until(process: subprocess.Popen[str], mark: str) -> list[str]:
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if mark in line:
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def _get(url: str, body: bytes | None = None) -> str:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        text: Any = reply.read().decode()
+        return str(text)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
