@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from bringup import ROOT
+from bringup import ROOT, windows
 from bringup.catalog import FlagValue, Positive, RestartWish, Word
 from bringup.entries import Entry, Vaulted, read_yaml
 from bringup.errors import Problem, did_you_mean
@@ -41,6 +41,8 @@ UserName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,30}$")]
 Address = Annotated[str, AfterValidator(_address)]
 Folder = Annotated[str, AfterValidator(_folder)]
 VaultName = Annotated[str, Field(pattern=r"^vault_[a-z0-9_]+$")]
+ChangeWindow = Annotated[str, AfterValidator(windows.checked)]
+"""A range of the week in which nodes may be changed, such as `Mon..Fri 09:00-17:00 Europe/Berlin`."""
 SettingName = Annotated[str, Field(pattern=r"^(/sys/|[a-z0-9_]+[./])[\w.*/-]+$")]
 """A kernel value (vm.swappiness) or a file under /sys."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -87,6 +89,7 @@ class Intent(Entry):
     node_services: tuple[ServiceIntent, ...] = ()
     node_model_folder: Folder = "/srv/models"
     node_model_sources: tuple[Source, ...] = ()
+    node_change_windows: tuple[ChangeWindow, ...] = ()
     node_user: UserName = "bringup"
     node_log_rotation: LogWish = LogWish()
     node_quiet_hours: RestartWish = RestartWish()
