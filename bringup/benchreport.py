@@ -10,8 +10,9 @@ from html import escape
 from bringup import bench
 from bringup.benching import COLUMNS, Against, BenchResult, Measured, TargetResult, beside_lines, rows
 
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 64, 190, 28, 48
+WIDTH, HEIGHT = 480, 300
+"""Small, so that its letters can still be read on a phone, where it is drawn at three quarters."""
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 26, 44
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b", "#2f4b4b", "#a23b72", "#5c6bc0")
 """Distinct without relying on red against green alone; lines are labelled as well."""
 TICKS = 5
@@ -23,9 +24,12 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: right; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-.wide { overflow-x: auto; } figure { margin: 1.5rem 0; } .note, li, h1, h2 { overflow-wrap: anywhere; }
-svg { width: 100%; max-width: 720px; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.wide { overflow-x: auto; } .wide td:first-child { white-space: nowrap; } .wide td:last-child { min-width: 11rem; }
+figure { margin: 1.5rem 0; } .note, li, h1, h2 { overflow-wrap: anywhere; }
+svg { display: block; width: 100%; max-width: 600px; height: auto; }
+svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1.2rem; list-style: none; margin: 0; padding: 0; font-size: 13px; }
+.legend i { display: inline-block; width: .7em; height: .7em; margin-right: .4em; }
 svg .axis { stroke: currentColor; fill: none; } svg .grid { stroke: var(--line); fill: none; }
 .better { color: #3a7d44; } .worse { color: #c8553d; } .note { color: gray; }
 """
@@ -74,8 +78,8 @@ def chart(title: str, across: str, up: str, lines: Sequence[Line]) -> str:
 
     parts = [*_axes(x_ticks, y_ticks, place), *_captions(title, across, up)]
     for at, line in enumerate(lines):
-        parts += _drawn(line, COLOURS[at % len(COLOURS)], at, place)
-    return _svg(title, parts)
+        parts += _drawn(line, COLOURS[at % len(COLOURS)], place)
+    return _svg(title, parts) + _legend([line.label for line in lines])
 
 
 def _svg(title: str, parts: Sequence[str]) -> str:
@@ -109,7 +113,16 @@ def _captions(title: str, across: str, up: str) -> list[str]:
     ]
 
 
-def _drawn(line: Line, colour: str, at: int, place: Callable[[Point], Point]) -> list[str]:
+def _legend(labels: Sequence[str]) -> str:
+    """What the colours mean, below a chart: beside it there is no room on a phone."""
+    items = (
+        f'<li><i style="background:{COLOURS[at % len(COLOURS)]}"></i>{escape(label)}</li>'
+        for at, label in enumerate(labels)
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _drawn(line: Line, colour: str, place: Callable[[Point], Point]) -> list[str]:
     placed = [place(point) for point in line.points]
     parts = []
     if line.path and len(placed) > 1:
@@ -117,17 +130,16 @@ def _drawn(line: Line, colour: str, at: int, place: Callable[[Point], Point]) ->
         parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
     if line.marks or len(placed) == 1:
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed]
-    y = TOP + 8 + at * 16
-    parts.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 8}" width="10" height="10" fill="{colour}"/>')
-    return [*parts, _text(WIDTH - RIGHT + 28, y + 1, line.label, "start")]
+    return parts
 
 
 def waterfall(title: str, steps: Sequence[tuple[str, float]], unit: str = "tok/s") -> str:
-    """What each step of a ladder added: a bar from the value before to the value after it."""
+    """What each step of a ladder added: a bar from the value before to the value after it, numbered as in the
+    list below."""
     if not steps:
         return ""
     scale = ticks(max(value for _, value in steps))
-    floor, room = HEIGHT - BOTTOM, WIDTH - LEFT - 20
+    floor, room = HEIGHT - BOTTOM, WIDTH - LEFT - RIGHT
     wide = room / len(steps)
 
     def height(value: float) -> float:
@@ -146,9 +158,10 @@ def waterfall(title: str, steps: Sequence[tuple[str, float]], unit: str = "tok/s
             f'height="{tall:.1f}" fill="{colour}"><title>{hint}</title></rect>'
         )
         parts.append(_text(x + wide / 2, floor - height(high) - 5, _figure(value)))
-        parts.append(_text(x + wide / 2, floor + 16 + 12 * (at % 2), label))
+        parts.append(_text(x + wide / 2, floor + 16, str(at + 1)))
         before = value
-    return _svg(title, parts)
+    names = "".join(f"<li>{escape(label)}</li>" for label, _ in steps)
+    return f"{_svg(title, parts)}<ol>{names}</ol>"
 
 
 # --- what is charted ---------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ STAGES: Mapping[str, tuple[Command, ...]] = {
     "unit": _pytest("tests/unit"),
     "content": _pytest("tests/content"),
     "parsers": (Command("real parsers", ("python", "tests/parsers/compare.py")),),
+    "browser": (Command("reports", ("python", "tests/browser/check.py")),),
     "molecule": (Command("scenarios", ("python", "tests/molecule/run.py")),),
     "e2e": _pytest("tests/e2e"),
 }

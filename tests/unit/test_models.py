@@ -123,7 +123,9 @@ def test_a_hub_that_is_not_there_is_said() -> None:
         hubs.listing(hubs.Hub("huggingface", "http://127.0.0.1:9"), REPOSITORY, "main")
 
 
-@pytest.mark.parametrize("path", ["a b.bin", "1.json", "x: y", "ü.bin", "sub/dir/f-1_2.safetensors", "#x", "null", "0x10"])
+@pytest.mark.parametrize(
+    "path", ["a b.bin", "1.json", "x: y", "ü.bin", "sub/dir/f-1_2.safetensors", "#x", "null", "0x10"]
+)
 def test_a_lock_keeps_odd_file_names(path: str, tmp_path: Path) -> None:
     text = models.lock_text("main", [ModelFile(path, 1, "0" * 64)], "here")
     (tmp_path / "lock.yml").write_text(text)

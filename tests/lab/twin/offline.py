@@ -119,6 +119,7 @@ def gathered(worn: Mapping[str, Any], root: Path) -> dict[str, Any]:
         "memory": facts.parse_meminfo(facts.read(root / "proc/meminfo")),
         "numa": facts.numa(root),
         "settings": facts.settings(root),
+        "clock": {"epoch": 0.0, "synchronized": not worn.get("clock_not_kept"), "zone": "UTC"},
         "gpu": facts.gpu(runner(worn, root), root),
     }
 

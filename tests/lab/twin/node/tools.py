@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.lab.twin.node import state, trees
 
+REAL_TIMEDATECTL = "/usr/bin/timedatectl"
 REAL_JOURNALCTL = "/usr/bin/journalctl"
 FABRIC = "/run/twin/fabric"
 PERSISTENCE = "/run/twin/persistenced"
@@ -245,6 +246,15 @@ def journalctl(words: Sequence[str]) -> int:
     ]
     sys.stdout.write("".join(f"{line}\n" for line in found))
     return 0 if found else 1
+
+
+def timedatectl(words: Sequence[str]) -> int:
+    """Whether somebody keeps the clock right is the twin's; all else is the real program's."""
+    if "show" in words and any("NTPSynchronized" in word for word in words):
+        value = "no" if state.hardware().get("clock_not_kept") else "yes"
+        print(value if "--value" in words else f"NTPSynchronized={value}")
+        return 0
+    os.execv(REAL_TIMEDATECTL, [REAL_TIMEDATECTL, *words])
 
 
 # --- daemons ------------------------------------------------------------------------------------------------

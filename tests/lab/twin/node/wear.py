@@ -32,7 +32,7 @@ LOCAL = {
         "twin-state",
         "hold-dpkg-lock",
     ),
-    "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build"),
+    "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build", "timedatectl"),
 }
 """Programs that stand before the distribution's own in every PATH. nvidia-smi and the daemons come with packages."""
 
@@ -90,7 +90,7 @@ def refresh() -> int:
     if not worn.get("driver_unloaded"):
         tools.load_nvidia()
     tools.refresh()
-    modules_folder(worn)
+    install_programs(worn)
     if worn.get("fabric_state_lost"):
         state.at(tools.FABRIC).unlink(missing_ok=True)
     settle_units(worn, before)
@@ -118,7 +118,8 @@ def heal() -> None:
 def fault(words: Sequence[str]) -> int:
     """Becomes a fault's command, in a group of its own, noted so that it can be ended."""
     FAULTS.mkdir(parents=True, exist_ok=True)
-    os.setsid()
+    if os.getpgrp() != os.getpid():
+        os.setsid()
     (FAULTS / str(os.getpid())).touch()
     os.execvp(words[0], list(words))
 
