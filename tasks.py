@@ -638,14 +638,14 @@ def history_list(
     c: Context, inventory: str | None = None, number: int = 20, verify: bool = False, json: bool = False
 ) -> None:
     """List the runs: who did what where, how it ended, how long it took."""
-    from bringup import report, runs
+    from bringup import report, runindex, runs
 
     if verify:
         _end(report.show_chain(runs.verify(), len(runs.ids()), as_json=json))
     else:
         # By the folder's name, also when the folder is gone: records outlive inventories.
         name = Path(inventory).name if inventory else None
-        report.show_history(runs.listed(name, number), as_json=json)
+        report.show_history(runindex.listed(name, number), as_json=json)
 
 
 @task(

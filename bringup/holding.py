@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 from bringup import runs, windows
 
 
-def identity(pid: int, playbooks: str = "") -> dict[str, Any]:
-    """Who runs what from where: `pid` is the run's process on this machine, `playbooks` its folder."""
+def identity(pid: int, task: str = "") -> dict[str, Any]:
+    """Who runs what from where: `pid` is the run's process on this machine, `task` where the task stands
+    (`/path/playbook.yml:12`).
+    """
     birth, machine = runs.birth_of(pid), socket.gethostname()
-    playbook = next((word for word in _command(pid) if word.endswith((".yml", ".yaml"))), playbooks)
     return {
         "token": f"{machine}:{pid}:{birth}",
         "id": os.environ.get("BRINGUP_RUN_ID", ""),
@@ -26,16 +26,9 @@ def identity(pid: int, playbooks: str = "") -> dict[str, Any]:
         "machine": machine,
         "pid": pid,
         "birth": birth,
-        "playbook": Path(playbook).stem,
+        "playbook": Path(task.rpartition(":")[0] or task).stem,
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return list(sys.argv)
 
 
 def is_gone(holder: Mapping[str, Any], machine: str) -> bool:

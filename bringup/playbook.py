@@ -110,7 +110,7 @@ def run(
     if playbook == "provision" and tags != "preflight":
         check_complete(plan)
     left = remaining(plan, playbook, limit, resume) if resume else limit
-    more = {"run_outside_window": outside_window} if outside_window else {}
+    more: dict[str, Any] = {"run_outside_window": outside_window} if outside_window else {}
     more |= {"run_force_unlock": True} if force_unlock else {}
     job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more})
     name = name or playbook.removeprefix("runbooks/")

@@ -31,7 +31,7 @@ class ActionModule(ActionBase):
         if self._task.check_mode:
             return {**result, "changed": False, "held": False}
         # Workers are children of ansible-playbook: its life is the run's.
-        mine = holding.identity(os.getppid(), str(known.get("playbook_dir", "")))
+        mine = holding.identity(os.getppid(), str(self._task.get_path() or ""))
         if self._task.args.get("state") != "held":
             return {**result, **self._module(mine, known)}
         windows, reason = known.get("node_change_windows") or (), str(known.get("run_outside_window") or "")

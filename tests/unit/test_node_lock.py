@@ -146,7 +146,7 @@ def test_stamps_are_written_and_the_oldest_go(tmp_path: Path) -> None:
 
 
 def test_a_run_of_this_machine_is_gone_when_its_process_is(tmp_path: Path) -> None:
-    me = holding.identity(os.getpid())
+    me = holding.identity(os.getpid(), "x/provision.yml:7")
     assert not holding.is_gone(me, me["machine"])
     assert not holding.is_gone({**me, "pid": 2**22 + 7}, "another-machine")
     assert holding.is_gone({**me, "pid": 2**22 + 7}, me["machine"])
