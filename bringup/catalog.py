@@ -219,6 +219,19 @@ class Stop(Entry):
     notes: tuple[str, ...] = ()
 
 
+class EngineBench(Entry):
+    """The engine's own benchmark client, run on the node. `argv` may hold `{prefix}`, `{base_url}`,
+    `{served_name}`, `{model}`, `{prompt_tokens}`, `{output_tokens}`, `{requests}`, `{seed}` and `{result}`
+    (the file it writes); `closed` (with `{concurrent}`) or `open` (with `{rate}`) follows it. `key`: the
+    variable that takes the API key."""
+
+    name: str
+    argv: tuple[str, ...] = Field(min_length=1)
+    closed: tuple[str, ...]
+    open: tuple[str, ...]
+    key: str | None = None
+
+
 class Start(Entry):
     """Seconds until the first real token, and until one health probe is given up."""
 
@@ -251,6 +264,7 @@ class Engine(Entry):
     cache_environment: dict[str, str] = {}
     stop: Stop = Stop()
     start: Start = Start()
+    bench: EngineBench | None = None
     needs_gpu: bool = True
     cuda: str | None = None
     minimum_driver: str | None = None
