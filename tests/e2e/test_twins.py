@@ -55,7 +55,9 @@ def test_an_inventory_is_provisioned_on_twins_and_a_second_time_nothing_changes(
     assert all(host["changed"] > 0 for host in first["hosts"].values())
     assert all(answer["tokens"] > 0 for answer in first["answers"])
     second = provisioned(inventory)
-    assert {name: host["changed"] for name, host in second["hosts"].items()} == dict.fromkeys(first["hosts"], 0)
+    assert {name: host["changed"] for name, host in second["hosts"].items()} == dict.fromkeys(
+        first["hosts"], 0
+    )
     rows = sites.on("twin-01", "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits")
     used = [int(row.split(", ")[1]) for row in rows.splitlines()]
     assert len(used) == gpus
@@ -77,12 +79,16 @@ def test_drivers_of_the_archive_really_upgrade_and_conflict() -> None:
     quiet = "DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends"
     old = "nvidia-utils-570=570.195.03-0twin1 libnvidia-compute-570=570.195.03-0twin1"
     sites.on("twin-02", f"{quiet} --allow-downgrades install {old}", limit=120)
-    there = sites.on("twin-02", "dpkg-query -W -f '${Package} ${db:Status-Abbrev}\\n' 'nvidia-*' | grep 'ii ' || true")
+    there = sites.on(
+        "twin-02", "dpkg-query -W -f '${Package} ${db:Status-Abbrev}\\n' 'nvidia-*' | grep 'ii ' || true"
+    )
     assert "nvidia-utils-570" in there
     assert "nvidia-utils-580" not in there
     said = sites.on("twin-02", "nvidia-smi -L", check=False)
     assert "Driver/library version mismatch" in said
-    linked = sites.on("twin-02", "ldconfig -p | grep libcuda.so.1; readlink /usr/lib/x86_64-linux-gnu/libcuda.so.1")
+    linked = sites.on(
+        "twin-02", "ldconfig -p | grep libcuda.so.1; readlink /usr/lib/x86_64-linux-gnu/libcuda.so.1"
+    )
     assert "libcuda.so.570.195.03" in linked
 
 
