@@ -281,11 +281,13 @@ class Engine(Entry):
 
 
 class Hub(Entry):
-    """The model's names on the hubs. `revision` pins a commit (required before remote code is trusted)."""
+    """The model's names on the hubs. `revision` pins a commit (required before remote code is trusted); it is
+    Hugging Face's when both are given, and `modelscope_revision` is the other hub's (default: its newest)."""
 
     huggingface: str | None = None
     modelscope: str | None = None
     revision: str | None = None
+    modelscope_revision: str | None = None
     include: tuple[str, ...] = ()
 
 
@@ -358,11 +360,17 @@ class Mtp(Entry):
 
 
 class Graft(Entry):
-    """A model put together on the node: `base` (a catalog model) plus the tensors of a delta repository."""
+    """A model put together on the node: `base` (a catalog model) plus the tensors of a delta repository.
+
+    The model's `lock` is the delta's, the base has its own. `dtypes`: which types the tensors may have (none:
+    any); `config`: keys of config.json to set, dotted; `needs`: what the engine must have been given.
+    """
 
     base: str
     delta: Hub
     tensors: PositiveInt
+    dtypes: tuple[str, ...] = ()
+    config: dict[str, Any] = {}
     needs: tuple[str, ...] = ()
 
 
