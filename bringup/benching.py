@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 256, 512
 """Tokens of a tuning load that does not say how many."""
+BAR, BAR_WIDTH = "\u2588", 40
+"""What bars on a terminal are made of, and the longest one's columns."""
 TUNNEL_SHARE = 0.05
 """Of the time to a first token: a tunnel that takes more is said to."""
 SAMPLES_KEPT = 2000
@@ -529,6 +531,19 @@ def _locality_line(where: Mapping[str, Any]) -> str:
     local = where.get("local_percent")
     planned = f"; {local:.1f} % on the planned nodes {where['planned_nodes']}" if local is not None else ""
     return f"memory of {where['processes']} processes: {nodes}{planned}"
+
+
+def bars(target: TargetResult) -> list[str]:
+    """Loads with their median rates as bars, for the terminal; nothing for a single load."""
+    medians = {label: summary.median for label, summary in target.summaries.items()}
+    most = max(medians.values(), default=0.0)
+    if len(medians) < 2 or most <= 0:
+        return []
+    wide = max(map(len, medians))
+    return [
+        f"{label:>{wide}} {BAR * max(1, round(BAR_WIDTH * value / most))} {value:,.1f} tok/s"
+        for label, value in medians.items()
+    ]
 
 
 def verdict_table(found: Against) -> Table:
