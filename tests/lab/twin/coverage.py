@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from bringup import plan, twins
+from bringup import plan, preflight, twins
+from bringup.planned import HostPlan, Plan
 from tests.lab.twin import offline
 
 INVENTORIES = ("h20", "gh200", "h100", "h200")
@@ -34,7 +35,7 @@ def results() -> dict[str, bool | None]:
     return found
 
 
-def _verdicts(host: twins.HostPlan, whole: twins.Plan, fault: twins.Fault) -> list[offline.preflight.Finding]:
+def _verdicts(host: HostPlan, whole: Plan, fault: twins.Fault) -> list[preflight.Finding]:
     with tempfile.TemporaryDirectory() as folder:
         return offline.verdicts(host, whole, [fault], Path(folder))
 
@@ -53,7 +54,12 @@ def main(paths: list[str]) -> int:
     shown = results()
     causes = by_cause(shown)
     covered = possible = apart = 0
-    rows = [json.loads(line) for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+    rows = [
+        json.loads(line)
+        for path in paths
+        for line in Path(path).read_text(encoding="utf-8").splitlines()
+        if line
+    ]
     for row in rows:
         names = causes.get(row["cause"], [])
         verdicts = [shown[name] for name in names]
@@ -63,11 +69,17 @@ def main(paths: list[str]) -> int:
         if all(verdict is None for verdict in verdicts):
             apart += 1
         elif False in verdicts:
-            print(f"{row['id']}: {row['cause']}: not named: {', '.join(n for n in names if shown[n] is False)}")
+            print(
+                f"{row['id']}: {row['cause']}: not named: {', '.join(n for n in names if shown[n] is False)}"
+            )
         else:
             covered += 1
-    print(f"{len(shown)} faults, {sum(value is True for value in shown.values())} named offline on every platform")
-    print(f"{len(rows)} cases: {possible} can be shown by a twin, {covered} named offline, {apart} by real twins only")
+    print(
+        f"{len(shown)} faults, {sum(value is True for value in shown.values())} named offline on every platform"
+    )
+    print(
+        f"{len(rows)} cases: {possible} can be shown by a twin, {covered} named offline, {apart} by real twins only"
+    )
     return 0 if covered + apart == possible else 1
 
 
