@@ -709,6 +709,69 @@ def lab_ssh(c: Context, node: str) -> None:
     _end(lab.ssh(node))
 
 
+# ---------------------------------------------------------------- twins
+
+
+@task(name="up", help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
+def twins_up(c: Context, inventory: str, limit: str | None = None, json: bool = False) -> None:
+    """Boot twins of an inventory's hosts: containers that wear their hardware. `--twins` does it by itself."""
+    from bringup import report, twins
+
+    folder = twins.dress(inventory, limit=limit)
+    if json:
+        report.print_json({"inventory": str(folder)})
+    else:
+        print(folder)
+
+
+@task(name="down", positional=[], help={"json": JSON})
+def twins_down(c: Context, json: bool = False) -> None:
+    """Remove every twin."""
+    from bringup import report, twins
+
+    gone = twins.down()
+    if json:
+        report.print_json({"removed": gone})
+
+
+@task(name="faults", positional=[], help={"json": JSON})
+def twins_faults(c: Context, json: bool = False) -> None:
+    """List the faults that `--twins --fault NAME` can put in, and what preflight says of each."""
+    from bringup import report, twins
+
+    rows = [
+        {"name": one.name, "code": one.code or "", "title": one.title, "needs": one.needs}
+        for one in twins.faults().values()
+    ]
+    if json:
+        report.print_json({"faults": rows})
+        return
+    names = ("name", "code", "title")
+    report.table(report.console(), names, [[row[name] for name in names] for row in rows])
+
+
+@task(
+    name="record",
+    help={
+        "inventory": INVENTORY,
+        "limit": "one host",
+        "folder": "where to write (default: tests/facts/<host>)",
+        "json": JSON,
+    },
+)
+def twins_record(
+    c: Context, inventory: str, limit: str, folder: str | None = None, json: bool = False
+) -> None:
+    """Record a real node's hardware, so that twins can wear it; what identifies the machine is blanked."""
+    from bringup import fleet, report, twins
+
+    made = twins.record(fleet.one_host(inventory, limit), Path(folder) if folder else None)
+    if json:
+        report.print_json({"folder": str(made)})
+    else:
+        print(made)
+
+
 # ---------------------------------------------------------------- this checkout
 
 
@@ -760,4 +823,5 @@ ns.add_collection(_collection("failures", failures_add, failures_docs))
 ns.add_collection(_collection("flags", flags_check, flags_table))
 ns.add_collection(_collection("history", history_list, history_show, history_diff, history_replay))
 ns.add_collection(_collection("lab", up, down, lab_ssh))
+ns.add_collection(_collection("twins", twins_up, twins_down, twins_faults, twins_record))
 ns.add_collection(model_commands.collection())

@@ -12,12 +12,12 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from bringup import bench, load, metrics, suites, tune
+from bringup import bench, engineclient, load, metrics, suites, tune
 from bringup.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 256, 512
 """Tokens of a tuning load that does not say how many."""
+BAR, BAR_WIDTH = "\u2588", 40
+"""What bars on a terminal are made of, and the longest one's columns."""
 TUNNEL_SHARE = 0.05
 """Of the time to a first token: a tunnel that takes more is said to."""
 SAMPLES_KEPT = 2000
@@ -134,25 +136,43 @@ def run_suite(
     name: str = "",
     fingerprints: Mapping[str, Mapping[str, str]] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    client: engineclient.Client | None = None,
 ) -> BenchResult:
-    """Runs every load of a suite on each target in turn. `say` gets a line when a load begins.
+    """Runs every load of a suite on each target in turn. `say` gets a line when a load begins. `client`: the
+    engine's own client, for suites that want it; when it gives nothing, ours goes on and the result says so.
 
     Raises UsageError when a target does not answer at all; failing requests later are counted, not raised.
     """
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     known = fingerprints or {}
-    results = [asyncio.run(_target(suite, target, known.get(target.name, {}), say)) for target in targets]
+    own = client if suite.client == "engine" else None
+    results = [
+        asyncio.run(_target(suite, target, known.get(target.name, {}), say, own)) for target in targets
+    ]
     return BenchResult(name or suite.title, started, round(time.monotonic() - clock, 3), tuple(results))
 
 
 async def _target(
-    suite: suites.Suite, target: load.Target, fingerprint: Mapping[str, str], say: Callable[[str], None]
+    suite: suites.Suite,
+    target: load.Target,
+    fingerprint: Mapping[str, str],
+    say: Callable[[str], None],
+    client: engineclient.Client | None,
 ) -> TargetResult:
     tokens = await load.calibrate(target)
     measured = []
+    given_up = ""
     for step in suite.steps:
         say(f"{target.name or target.base_url}: {step.load.label}, {step.cold_runs + step.warm_runs} runs")
-        measured.append(await _measure(step, target, tokens))
+        if client is not None and not given_up and engineclient.fits(step):
+            try:
+                measured.append(await _measure(step, target, _by_engine(client, step), client.name))
+                continue
+            except engineclient.NoResult as error:
+                given_up = f"{client.name}: {error}; so {OURS}'s client measured"
+                say(given_up)
+        found = await _measure(step, target, _by_us(target, tokens, step), OURS)
+        measured.append(dataclasses.replace(found, notes=(*found.notes, given_up)) if given_up else found)
     return TargetResult(
         target.name or target.base_url,
         target.base_url,
@@ -164,18 +184,36 @@ async def _target(
     )
 
 
-async def _measure(step: suites.Step, target: load.Target, tokens: load.Tokens) -> Measured:
+Send = Callable[[int], Awaitable[load.Outcome]]
+"""Sends the run of this number."""
+
+
+def _by_us(target: load.Target, tokens: load.Tokens, step: suites.Step) -> Send:
     prompts = load.Prompts(tokens, fresh=step.cache == "defeat")
+
+    async def send(number: int) -> load.Outcome:
+        asks = _asks(step, prompts, number)
+        if step.rate:
+            return await load.open_loop(target, asks, step.rate, seed=number + 1)
+        return await load.closed_loop(target, asks, step.concurrent)
+
+    return send
+
+
+def _by_engine(client: engineclient.Client, step: suites.Step) -> Send:
+    async def send(number: int) -> load.Outcome:
+        sent = await asyncio.to_thread(client.run, step, number)
+        return load.Outcome(sent.requests, sent.wall_s, 0.0)
+
+    return send
+
+
+async def _measure(step: suites.Step, target: load.Target, send: Send, client: str) -> Measured:
     runs: list[bench.Run] = []
     lags: list[float] = []
     first = before = await _reading(target)
     for number in range(step.cold_runs + step.warm_runs):
-        asks = _asks(step, prompts, number)
-        outcome = await (
-            load.open_loop(target, asks, step.rate, seed=number + 1)
-            if step.rate
-            else load.closed_loop(target, asks, step.concurrent)
-        )
+        outcome = await send(number)
         after = await _reading(target)
         seen = metrics.between(before, after)
         before = after
@@ -185,7 +223,7 @@ async def _measure(step: suites.Step, target: load.Target, tokens: load.Tokens) 
             bench.Run(outcome.wall_s, outcome.requests, cold, seen.accept_length, seen.accept_percent)
         )
     hits = metrics.between(first, before).cache_hit_percent
-    return measured_of(bench.Series(step.load, tuple(runs)), max(lags, default=0.0), hits)
+    return measured_of(bench.Series(step.load, tuple(runs)), max(lags, default=0.0), hits, client)
 
 
 def _asks(step: suites.Step, prompts: load.Prompts, number: int) -> list[load.Ask]:
@@ -446,6 +484,9 @@ def beside_lines(target: TargetResult) -> list[str]:
     lines += [_gpu_line(use) for use in seen.get("gpus") or ()]
     if seen.get("locality"):
         lines.append(_locality_line(seen["locality"]))
+    if senders := sorted({item.client for item in target.measured} - {OURS}):
+        count = sum(item.client in senders for item in target.measured)
+        lines.append(f"{count} of {len(target.measured)} loads sent on the node by {', '.join(senders)}")
     if (way := seen.get("tunnel_ms")) is not None:
         lines.append(f"tunnel: adds {way:.2f} ms to a round trip{_weight(way, target.measured)}")
     return [*lines, *(seen.get("notes") or ())]
@@ -490,6 +531,19 @@ def _locality_line(where: Mapping[str, Any]) -> str:
     local = where.get("local_percent")
     planned = f"; {local:.1f} % on the planned nodes {where['planned_nodes']}" if local is not None else ""
     return f"memory of {where['processes']} processes: {nodes}{planned}"
+
+
+def bars(target: TargetResult) -> list[str]:
+    """Loads with their median rates as bars, for the terminal; nothing for a single load."""
+    medians = {label: summary.median for label, summary in target.summaries.items()}
+    most = max(medians.values(), default=0.0)
+    if len(medians) < 2 or most <= 0:
+        return []
+    wide = max(map(len, medians))
+    return [
+        f"{label:>{wide}} {BAR * max(1, round(BAR_WIDTH * value / most))} {value:,.1f} tok/s"
+        for label, value in medians.items()
+    ]
 
 
 def verdict_table(found: Against) -> Table:

@@ -77,11 +77,11 @@ def _told(found: Beside, look_once: Callable[[], dict[str, Any]]) -> dict[str, A
         return {}
 
 
-def look(host: fleet.Host, request: Mapping[str, Any]) -> dict[str, Any]:
+def look(host: fleet.Host, request: Mapping[str, Any], limit_s: float = LOOK_LIMIT_S) -> dict[str, Any]:
     """Runs bringup/node/beside.py on the node. Raises HostUnreachable with what it said instead of an
     answer."""
     command = looking.AS_ROOT.format("python3 -I -")
-    ran = remote.run(host, command, stdin=program(request), limit_s=LOOK_LIMIT_S)
+    ran = remote.run(host, command, stdin=program(request), limit_s=limit_s)
     try:
         found = json.loads(ran.out)
     except ValueError:

@@ -219,6 +219,19 @@ class Stop(Entry):
     notes: tuple[str, ...] = ()
 
 
+class EngineBench(Entry):
+    """The engine's own benchmark client, run on the node. `argv` may hold `{prefix}`, `{base_url}`,
+    `{served_name}`, `{model}`, `{prompt_tokens}`, `{output_tokens}`, `{requests}`, `{seed}` and `{result}`
+    (the file it writes); `closed` (with `{concurrent}`) or `open` (with `{rate}`) follows it. `key`: the
+    variable that takes the API key."""
+
+    name: str
+    argv: tuple[str, ...] = Field(min_length=1)
+    closed: tuple[str, ...]
+    open: tuple[str, ...]
+    key: str | None = None
+
+
 class Start(Entry):
     """Seconds until the first real token, and until one health probe is given up."""
 
@@ -251,6 +264,7 @@ class Engine(Entry):
     cache_environment: dict[str, str] = {}
     stop: Stop = Stop()
     start: Start = Start()
+    bench: EngineBench | None = None
     needs_gpu: bool = True
     cuda: str | None = None
     minimum_driver: str | None = None
@@ -267,11 +281,13 @@ class Engine(Entry):
 
 
 class Hub(Entry):
-    """The model's names on the hubs. `revision` pins a commit (required before remote code is trusted)."""
+    """The model's names on the hubs. `revision` pins a commit (required before remote code is trusted); it is
+    Hugging Face's when both are given, and `modelscope_revision` is the other hub's (default: its newest)."""
 
     huggingface: str | None = None
     modelscope: str | None = None
     revision: str | None = None
+    modelscope_revision: str | None = None
     include: tuple[str, ...] = ()
 
 
@@ -344,11 +360,17 @@ class Mtp(Entry):
 
 
 class Graft(Entry):
-    """A model put together on the node: `base` (a catalog model) plus the tensors of a delta repository."""
+    """A model put together on the node: `base` (a catalog model) plus the tensors of a delta repository.
+
+    The model's `lock` is the delta's, the base has its own. `dtypes`: which types the tensors may have (none:
+    any); `config`: keys of config.json to set, dotted; `needs`: what the engine must have been given.
+    """
 
     base: str
     delta: Hub
     tensors: PositiveInt
+    dtypes: tuple[str, ...] = ()
+    config: dict[str, Any] = {}
     needs: tuple[str, ...] = ()
 
 

@@ -85,7 +85,7 @@ def measure(
 ) -> BenchResult:
     """A suite on one server, with what was gathered beside it. Raises HostUnreachable, or UsageError when
     the server does not answer."""
-    from bringup import benching, beside
+    from bringup import benching, beside, engineclient
 
     known = catalog.lazy()
     engine = known.engine(known.profile(service.profile).engine)
@@ -98,7 +98,12 @@ def measure(
         if not host.local:
             seen.tunnel_ms = tunnel_ms(host, service, reached, seen.notes)
         result = benching.run_suite(
-            suite, [reached], name=name, fingerprints=prints, say=say or (lambda line: None)
+            suite,
+            [reached],
+            name=name,
+            fingerprints=prints,
+            say=say or (lambda line: None),
+            client=engineclient.of(host, planned, service, engine),
         )
     return benching.with_beside(result, seen.as_json())
 

@@ -108,7 +108,8 @@ def lock(
 def _listings(
     name: str, entry: Model, access: Mapping[str, hubs.Hub], revision: str | None
 ) -> list[hubs.Listing]:
-    repositories = {"huggingface": entry.hub.huggingface, "modelscope": entry.hub.modelscope}
+    hub = entry.graft.delta if entry.graft else entry.hub
+    repositories = {"huggingface": hub.huggingface, "modelscope": hub.modelscope}
     places = {kind: place for kind, place in repositories.items() if place and kind in access}
     if not places:
         where = f"catalog/models/{name}.yml"
@@ -117,10 +118,10 @@ def _listings(
         )
     found: list[hubs.Listing] = []
     for kind, place in places.items():
-        default = "main" if kind == "huggingface" else "master"
-        # A commit is known to the hub that made it only; the other one is asked for its newest.
-        wanted = (revision or entry.hub.revision) if not found else None
-        found.append(hubs.listing(access[kind], place, wanted or default, entry.hub.include))
+        default = "main" if kind == "huggingface" else hub.modelscope_revision or "master"
+        # A commit is known to the hub that made it only; the other one is asked for its own, or its newest.
+        wanted = (revision or hub.revision) if not found else None
+        found.append(hubs.listing(access[kind], place, wanted or default, hub.include))
     return found
 
 
@@ -160,6 +161,7 @@ def _listed(name: str, entry: Model) -> dict[str, Any]:
         "huggingface": entry.hub.huggingface,
         "modelscope": entry.hub.modelscope,
         "made by": entry.made_by,
+        "graft onto": entry.graft.base if entry.graft else None,
     }
     return {
         "model": name,
@@ -180,7 +182,7 @@ def failed(rows: Sequence[Mapping[str, Any]]) -> bool:
 def _models(host: HostPlan) -> list[dict[str, Any]]:
     from bringup.rolevars.model_store import row
 
-    return [row(model) for model in host.models]
+    return [row(model, host) for model in host.models]
 
 
 def _root(host: HostPlan) -> dict[str, Any]:
@@ -227,7 +229,17 @@ def program(request: Mapping[str, Any]) -> str:
     folder = ROOT / "bringup" / "node"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("__init__", "contents", "download", "fetch", "files", "shelf", "store"):
+        for name in (
+            "__init__",
+            "contents",
+            "download",
+            "fetch",
+            "files",
+            "graft",
+            "overlay",
+            "shelf",
+            "store",
+        ):
             archive.write(folder / f"{name}.py", f"bringup_node/{name}.py")
     packed = base64.b64encode(buffer.getvalue()).decode()
     return (

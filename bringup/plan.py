@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from bringup import catalog as catalogs
 from bringup import fit, flags, intent, inventory, placement
-from bringup.catalog import Catalog, Engine, Model, Platform, Profile
+from bringup.catalog import Catalog, Engine, Graft, Model, Platform, Profile
 from bringup.entries import build, read_text
 from bringup.errors import Problem, UsageError
 from bringup.intent import Intent, LogWish, ServiceIntent
@@ -33,6 +33,7 @@ from bringup.planned import (
     Placement,
     Plan,
     PlannedEnvironment,
+    PlannedGraft,
     PlannedModel,
     Restart,
     Service,
@@ -44,6 +45,8 @@ ENVIRONMENTS = "/opt/bringup/environments"
 CACHES = "/var/cache/bringup"
 DIGEST_LENGTH = 8
 """Hexadecimal digits of a digest that go into a folder's name."""
+DELTA = "-delta"
+"""What follows a grafted model's name in the name of the folder with the tensors that are put in."""
 LEASE_PORT = 7766
 """Where the nodes ask each other before a scheduled restart: no server may have it."""
 LOOPBACK = "127.0.0.1,localhost,::1"
@@ -167,7 +170,7 @@ def _resolve_host(wanted: Intent, where: str, problems: list[Problem], known: Ca
         return Resolved(None, tuple(problems), tuple(findings))
     arch, root = platform.arch, known.folder.parent
     environments = _unique(_environment(part.engine, arch, root, findings) for part in parts)
-    models = _unique(model for part in parts for model in _models(part, wanted, root, findings))
+    models = _unique(model for part in parts for model in _models(part, wanted, known, root, findings))
     host = HostPlan(
         name="",
         groups=(),
@@ -628,27 +631,54 @@ def _locking(requires: Sequence[str], python: str, arch: str) -> str:
     return f"printf '%s\\n' {' '.join(map(shlex.quote, requires))} | uv pip compile {options} -"
 
 
-def _models(part: Parts, wanted: Intent, root: Path, findings: list[Finding]) -> Iterator[PlannedModel]:
+def _models(
+    part: Parts, wanted: Intent, known: Catalog, root: Path, findings: list[Finding]
+) -> Iterator[PlannedModel]:
+    """What the service's model and its draft are made of, parts before what is made of them."""
     named = [(part.profile.model, part.model)]
     named += [(part.profile.draft or "", part.draft)] if part.draft else []
     for name, model in named:
-        planned = _planned_model(name, model, part.engine.launch.model_is, wanted, root)
-        if not planned.files:
-            findings.append(
-                Finding(
-                    "PLAN_NO_LOCK",
-                    "warning",
-                    f"model {name}",
-                    "no lock yet: this previews, and does not provision",
-                    instead=f"invoke models.lock --model {name}",
-                )
-            )
         if model.graft:
-            findings += [
-                Finding("PLAN_GRAFT_NEEDS", "warning", f"model {name}", f"the graft needs {need}")
-                for need in model.graft.needs
-            ]
-        yield planned
+            yield from _grafted(name, model, model.graft, part, wanted, known, root, findings)
+        else:
+            planned = _planned_model(name, model, part.engine.launch.model_is, wanted, root)
+            findings += _no_lock(planned, name)
+            yield planned
+
+
+def _no_lock(planned: PlannedModel, name: str) -> list[Finding]:
+    """`name`: the catalog's name of the model whose lock is missing."""
+    if planned.files:
+        return []
+    what, command = "no lock yet: this previews, and does not provision", f"invoke models.lock --model {name}"
+    return [Finding("PLAN_NO_LOCK", "warning", f"model {planned.name}", what, instead=command)]
+
+
+def _grafted(
+    name: str,
+    model: Model,
+    wish: Graft,
+    part: Parts,
+    wanted: Intent,
+    known: Catalog,
+    root: Path,
+    findings: list[Finding],
+) -> Iterator[PlannedModel]:
+    """Base, delta, and the overlay that is made of both; the model's lock is the delta's."""
+    base = _planned_model(wish.base, known.model(wish.base), "folder", wanted, root)
+    weights = model.weights.model_copy(update={"total_gib": model.weights.mtp_gib})
+    bare = model.model_copy(update={"hub": wish.delta, "weights": weights, "mtp": None, "architecture": None})
+    delta = _planned_model(f"{name}{DELTA}", bare, "folder", wanted, root)
+    for planned, locked in ((base, wish.base), (delta, name)):
+        findings += _no_lock(planned, locked)
+    findings += [
+        Finding("PLAN_GRAFT_NEEDS", "warning", f"model {name}", f"the graft needs {need}")
+        for need in wish.needs
+    ]
+    assert model.mtp is not None  # the catalog refuses a graft without one
+    whole = _planned_model(name, model, part.engine.launch.model_is, wanted, root)
+    put = PlannedGraft(base.name, delta.name, model.mtp.layer, wish.tensors, wish.dtypes, wish.config)
+    yield from (base, delta, replace(whole, size=0, files=(), sources=(), graft=put))
 
 
 def _planned_model(name: str, model: Model, model_is: str, wanted: Intent, root: Path) -> PlannedModel:
@@ -691,7 +721,9 @@ def _sources(name: str, model: Model, locked: str, wanted: Intent) -> Iterator[M
     if model.hub.huggingface:
         yield ModelSource("huggingface", f"{model.hub.huggingface}@{revision}")
     if model.hub.modelscope:
-        yield ModelSource("modelscope", f"{model.hub.modelscope}@{revision}")
+        # A commit is known to the hub that made it only; the lock's sha256 says whether the bytes are the same.
+        theirs = model.hub.modelscope_revision or ("master" if model.hub.huggingface else revision)
+        yield ModelSource("modelscope", f"{model.hub.modelscope}@{theirs}")
 
 
 def _expects(model: Model) -> dict[str, Any]:

@@ -44,10 +44,24 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
+class PlannedGraft:
+    """How a model is put together on the node: the names of the two models of the same host that it is made of,
+    the layer that comes, how many tensors and of which types (none: any), and keys of config.json to set."""
+
+    base: str
+    delta: str
+    layer: int
+    tensors: int
+    dtypes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PlannedModel:
     """A model as a node must hold it. `folder` is absolute on the node; `entry` is what engines are given.
 
-    `files` is empty when the model has no lock yet: such a plan previews, and does not provision.
+    `files` is empty when the model has no lock yet: such a plan previews, and does not provision. A model with
+    `graft` has no files of its own: it is made of others, takes no room, and comes after them.
     `made_by`: path (in this checkout) of the script that makes a small lab model, else None.
     """
 
@@ -59,6 +73,7 @@ class PlannedModel:
     sources: tuple[ModelSource, ...]
     made_by: str | None = None
     expects: Mapping[str, Any] = field(default_factory=dict)
+    graft: PlannedGraft | None = None
 
 
 @dataclass(frozen=True)

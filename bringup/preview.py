@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from bringup import systemd
-from bringup.planned import Finding, Fit, HostPlan, Plan, Service
+from bringup.planned import Finding, Fit, HostPlan, Plan, PlannedModel, Service
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +61,7 @@ def _host_record(host: HostPlan) -> dict[str, Any]:
                 "folder": model.folder,
                 "files": len(model.files),
                 "sources": [f"{source.kind} {source.locator}" for source in model.sources],
+                **({"graft": f"{model.graft.delta} onto {model.graft.base}"} if model.graft else {}),
             }
             for model in host.models
         },
@@ -109,10 +110,7 @@ def show(plan: Plan, out: Console, *, units: bool = True) -> None:
         for service in host.services:
             _show_service(service, host, out, units=units)
         for model in host.models:
-            files = f"{len(model.files)} files" if model.files else "no lock yet"
-            out.print(
-                f"  model {model.name}: {model.folder}, {model.size / GIB:,.1f} GiB, {files}", markup=False
-            )
+            out.print(f"  model {model.name}: {model.folder}, {_held(model)}", markup=False)
         for one in host.environments:
             out.print(
                 f"  environment {one.name}: {one.prefix} ({one.provider}, Python {one.python})", markup=False
@@ -120,6 +118,13 @@ def show(plan: Plan, out: Console, *, units: bool = True) -> None:
         out.print()
     show_findings(plan.findings, out)
     out.print(f"plan {plan.digest[:12]}", style="dim")
+
+
+def _held(model: PlannedModel) -> str:
+    if model.graft:
+        return f"{model.graft.tensors} tensors of {model.graft.delta} grafted onto {model.graft.base}"
+    files = f"{len(model.files)} files" if model.files else "no lock yet"
+    return f"{model.size / GIB:,.1f} GiB, {files}"
 
 
 def _show_service(service: Service, host: HostPlan, out: Console, *, units: bool) -> None:

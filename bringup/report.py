@@ -479,7 +479,7 @@ def show_bench(
         out = console()
         for one, target in zip(benching.tables(result), result.targets, strict=True):
             out.print(one)
-            for line in benching.beside_lines(target):
+            for line in (*benching.bars(target), *benching.beside_lines(target)):
                 out.print(f"  {line}", markup=False)
         if compared is not None:
             out.print(benching.verdict_table(compared))

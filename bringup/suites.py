@@ -59,10 +59,11 @@ class Step(Entry):
 
 class Suite(Entry):
     """A named list of loads. Two of the same name would overwrite each other in a report, so they are
-    refused.
+    refused. `client: engine` sends what it can with the engine's own benchmark client, where it has one.
     """
 
     title: str
+    client: Literal["bringup", "engine"] = "bringup"
     steps: tuple[Step, ...] = Field(min_length=1)
     sources: tuple[str, ...] = ()
 

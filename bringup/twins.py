@@ -368,11 +368,8 @@ def _model(planned: PlannedModel, context: int | None) -> PlannedModel:
         ModelFile(path, len(content), hashlib.sha256(content).hexdigest()) for path, content in files.items()
     )
     source = ModelSource("controller", f".lab/twins/models/{planned.name}-{digest}")
-    gone = {"graft": None} if hasattr(planned, "graft") else {}
-    changed = replace(
-        planned, files=rows, sources=(source,), made_by=None, size=sum(map(len, files.values()))
-    )
-    return replace(changed, **gone) if gone else changed
+    size = sum(map(len, files.values()))
+    return replace(planned, files=rows, sources=(source,), made_by=None, size=size, graft=None)
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
@@ -634,7 +631,7 @@ def identity(twin: Twin, host: HostPlan, healthy: Mapping[str, Any]) -> str:
 
 def _wears_another(engine: Any, name: str, who: str) -> bool:
     label = engine.tries("inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', name)
-    return label.returncode == 0 and label.stdout.strip() != who
+    return bool(label.returncode == 0 and label.stdout.strip() != who)
 
 
 def container_arguments(name: str, packages: Path, who: str) -> list[str]:

@@ -66,7 +66,10 @@ STAGES: Mapping[str, tuple[Command, ...]] = {
     "browser": (Command("reports", ("python", "tests/browser/check.py")),),
     "molecule": (Command("scenarios", ("python", "tests/molecule/run.py")),),
     "e2e": _pytest("tests/e2e"),
+    "vllm": (Command("acceptance", ("python", "tests/vllm/run.py")),),
 }
+ON_REQUEST = ("vllm",)
+"""Only when they are named: this one downloads 3 GB."""
 NEED_NODES = ("molecule", "e2e")
 
 
@@ -133,11 +136,11 @@ def _image() -> None:
 
 
 def check(only: Sequence[str] = ()) -> int:
-    """The stages named in `only` (all without), their table at the end; 0 when all passed.
+    """The stages named in `only` (else all but ON_REQUEST), their table at the end; 0 when all passed.
 
     Raises BringupError when nodes are needed and cannot be had.
     """
-    names = [name for name in STAGES if not only or name in only]
+    names = [name for name in STAGES if (name in only if only else name not in ON_REQUEST)]
     started = time.monotonic()
     outcomes: list[Outcome] = []
     free = [name for name in names if name not in NEED_NODES]

@@ -1,8 +1,9 @@
 """What a server's node can say about a measurement: sent over SSH and run as root, changes nothing.
 
 `main(request)` prints one JSON object. `request["what"]` is `begin` (where the log ends now, what runs, on
-which hardware), `end` (the log since then, where the processes' memory lies) or `trip` (milliseconds of a
-request from the node to its own server). Standard library only, Python 3.9 and up.
+which hardware), `end` (the log since then, where the processes' memory lies), `trip` (milliseconds of a
+request from the node to its own server) or `client` (a run of the engine's own benchmark client, as the
+server's user; the API key is read here and given in its environment). Standard library only, Python 3.9 and up.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import gzip
 import http.client
 import json
 import os
+import pwd
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +31,8 @@ LOG_LIMIT = 8 * 1024 * 1024
 MAPS_LIMIT = 4 * 1024 * 1024
 """Bytes of all processes' memory maps that are sent, reduced to what says where pages lie."""
 TRIP_REQUESTS = 40
+SAID = 2000
+"""Characters of a client's last words that are sent."""
 COMMAND_LIMIT_S = 20
 GPU_QUERY = "name,driver_version,power.limit,clocks.max.sm"
 
@@ -193,6 +198,44 @@ def trip_ms(host: str, port: int, path: str, count: int = TRIP_REQUESTS) -> floa
     return statistics.median(took)
 
 
+# --- the engine's own client -------------------------------------------------------------------------------
+
+
+def client(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs a command whose `{result}` is a new file; its exit code, what it wrote there, and its last
+    words."""
+    environment = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", **request["environment"]}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        as_user: dict[str, Any] = {}
+        if os.geteuid() == 0 and request["user"]:
+            found = pwd.getpwnam(request["user"])
+            os.chown(folder, found.pw_uid, found.pw_gid)
+            as_user = {"user": found.pw_uid, "group": found.pw_gid, "extra_groups": []}
+        environment.update(HOME=folder)
+        if request["key"] and request["key_file"]:
+            environment[request["key"]] = Path(request["key_file"]).read_text(encoding="utf-8").strip()
+        argv = [word.replace("{result}", str(result)) for word in request["argv"]]
+        try:
+            done = subprocess.run(
+                argv,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=request["limit_s"],
+                check=False,
+                **as_user,
+            )
+        except subprocess.TimeoutExpired:
+            return {"code": 124, "result": "", "said": f"took longer than {request['limit_s']:g} s"}
+        except OSError as error:
+            return {"code": 127, "result": "", "said": str(error)}
+        text = result.read_text(encoding="utf-8", errors="replace") if result.is_file() else ""
+    return {"code": done.returncode, "result": text, "said": done.stdout.decode(errors="replace")[-SAID:]}
+
+
 def main(request: Mapping[str, Any]) -> None:
     """Looks as `request` says and prints one JSON object."""
     name = str(request["service"])
@@ -202,6 +245,8 @@ def main(request: Mapping[str, Any]) -> None:
     elif request["what"] == "end":
         pids = processes(str(service.get("unit", "")))
         found = {"log": since(LOGS / name, request["mark"]), "maps": maps(pids), "processes": len(pids)}
+    elif request["what"] == "client":
+        found = client(request)
     else:
         try:
             ms = trip_ms(str(service["address"]), int(service["port"]), str(request["path"]))

@@ -44,8 +44,12 @@ HOPELESS = {
 }
 
 
+HOURS_OVER = "the hours in which models may be fetched are over; the next run goes on where this one was"
+
+
 class DownloadFailed(Exception):
-    """Why a file could not be had. `cause` is a stable word: status, wrong_bytes, unreachable, slow, disk."""
+    """Why a file could not be had. `cause` is a stable word: status, wrong_bytes, unreachable, slow, disk,
+    hours."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -61,7 +65,8 @@ class Hash(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a download; tests make it impatient. `bytes_s` 0: no cap on the rate."""
+    """What bounds a download; tests make it impatient. `bytes_s` 0: no cap on the rate. `until`: when the hours
+    for downloads end, of the monotonic clock."""
 
     stall_s: float = STALL_LIMIT_S
     slowest_bytes_s: float = SLOWEST_BYTES_S
@@ -71,6 +76,11 @@ class Limits:
     back_off_longest_s: float = BACK_OFF_LONGEST_S
     retry_after_longest_s: float = RETRY_AFTER_LONGEST_S
     bytes_s: float = 0
+    until: float = float("inf")
+
+    def is_over(self) -> bool:
+        """Have the hours for downloads ended?"""
+        return time.monotonic() > self.until
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,8 @@ def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None
     fruitless, wrong, best = 0, 0, 0
     reasons: dict[str, None] = {}
     while True:
+        if limits.is_over():
+            raise DownloadFailed(HOURS_OVER, "hours")
         digest, have = _resume(partial, wanted.size)
         progress(have)
         best = max(best, have)
@@ -261,6 +273,8 @@ def _stream(
             have += len(chunk)
             progress(have)
             now = time.monotonic()
+            if now > limits.until:
+                raise DownloadFailed(HOURS_OVER, "hours")
             if now - window >= limits.slow_window_s:
                 if (have - window_have) / (now - window) < limits.slowest_bytes_s:
                     raise _Retry(f"fewer than {limits.slowest_bytes_s:g} bytes a second", cause="slow")

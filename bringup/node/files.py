@@ -45,17 +45,36 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Holds a lock file. Raises TimeoutError when somebody else holds it longer than `limit_s` seconds."""
+def locked(path: Path, limit_s: float, keep: bool = True) -> Iterator[None]:
+    """Holds a lock file; without `keep` it is gone afterwards.
+
+    Raises TimeoutError when somebody else holds it longer than `limit_s` seconds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        end = time.monotonic() + limit_s
-        while True:
+    end = time.monotonic() + limit_s
+    while True:
+        with path.open("w", encoding="utf-8") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"{path} has been held for {limit_s:g} s by another run") from None
+                    time.sleep(0.2)
+            if not _is_at(file.fileno(), path):
+                continue  # whoever held it has removed it: what we hold is nobody's lock any more
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{path} has been held for {limit_s:g} s by another run") from None
-                time.sleep(0.2)
-        yield
+                yield
+            finally:
+                if not keep:
+                    path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Is an open file still the one of that name?"""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

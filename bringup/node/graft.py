@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,11 +162,17 @@ def _some(names: Sequence[str]) -> str:
 # --- making -------------------------------------------------------------------------------------------------
 
 
-def graft(wish: Wish, check_only: bool = False) -> dict[str, Any]:
+Seal = Callable[[Path, Mapping[str, Any]], None]
+"""Called with the folder beside its place and the record, before the folder gets its name."""
+
+
+def graft(
+    wish: Wish, check_only: bool = False, anew: bool = False, seal: Seal | None = None
+) -> dict[str, Any]:
     """Makes the overlay. Returns `changed`, `layer`, `tensors` (brought), `files` (of the overlay).
 
-    An overlay that was made of the same is left alone. Raises GraftRefused; then there is
-    no overlay, or the old one still.
+    An overlay that was made of the same is left alone, unless it is wanted `anew`. Raises GraftRefused; then
+    there is no overlay, or the old one still.
     """
     base, delta, config = checkpoint(wish.base), checkpoint(wish.delta), config_of(wish.base)
     against = reasons(wish, base, delta, config)
@@ -176,10 +182,10 @@ def graft(wish: Wish, check_only: bool = False) -> dict[str, Any]:
         raise GraftRefused(f"{wish.out} is there and was not made by a graft")
     record = _record(wish, base, delta, layer_of(config, wish))
     answer = {"layer": record["layer"], "tensors": len(delta.where), "files": len(record["files"])}
-    if _recorded(wish.out) == record:
+    if _recorded(wish.out) == record and not anew:
         return {"changed": False, **answer}
     if not check_only:
-        _build(wish, base, delta, config, record)
+        _build(wish, base, delta, config, record, seal)
     return {"changed": True, **answer}
 
 
@@ -225,7 +231,12 @@ def _linked(folder: Path) -> list[str]:
 
 
 def _build(
-    wish: Wish, base: Checkpoint, delta: Checkpoint, config: Mapping[str, Any], record: Mapping[str, Any]
+    wish: Wish,
+    base: Checkpoint,
+    delta: Checkpoint,
+    config: Mapping[str, Any],
+    record: Mapping[str, Any],
+    seal: Seal | None,
 ) -> None:
     beside = wish.out.with_name(f".{wish.out.name}.building")
     shutil.rmtree(beside, ignore_errors=True)
@@ -239,6 +250,8 @@ def _build(
         problems = contents.check_index(beside)
         if problems:
             raise GraftRefused("\n".join(problems))
+        if seal:
+            seal(beside, record)
         old = wish.out.with_name(f".{wish.out.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if wish.out.exists():

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import contents
+from . import contents, overlay
 from .files import read_text
 from .store import OURS, READY, Model, StoreFailed, is_stamped, stamp_of, verify
 
@@ -23,6 +23,8 @@ def verified(data: Mapping[str, Any], deep: bool) -> dict[str, Any]:
     """Is one planned model right? `ready`, `faults` (path -> what), `problems` (what makes no sense)."""
     row: dict[str, Any] = {"model": data["name"], "folder": data["folder"], "deep": deep}
     try:
+        if data.get("graft"):
+            return {**row, **_overlay(overlay.Overlay.of(data), deep)}
         model = Model.of(data)
     except StoreFailed as error:
         return {**row, "ready": False, "faults": {}, "problems": [str(error)], "bytes": 0}
@@ -42,6 +44,12 @@ def verified(data: Mapping[str, Any], deep: bool) -> dict[str, Any]:
         "problems": problems,
         "bytes": sum(file.size for file in model.files),
     }
+
+
+def _overlay(whole: overlay.Overlay, deep: bool) -> dict[str, Any]:
+    seen = overlay.look(whole, deep)
+    held = sum(file.size for file in overlay.stamped(whole).files)
+    return {"ready": seen["ready"], "faults": seen["faults"], "problems": [], "bytes": held}
 
 
 def shelf(root: Path, planned: Sequence[str], proc: Path, units: Path) -> list[dict[str, Any]]:

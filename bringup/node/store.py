@@ -327,17 +327,21 @@ def fetch(model: Model, file: File, access: Access, progress: Callable[[int], No
             way = f"{source.kind} client" if client else source.kind
             return way + (f" (after {'; '.join(reasons)})" if reasons else "")
         except (download.DownloadFailed, StoreFailed) as error:
-            if getattr(error, "cause", "") == "disk":
+            if getattr(error, "cause", "") in ("disk", "hours"):
                 raise StoreFailed(f"{file.path}: {error}") from None
             reasons.append(str(error))
     raise StoreFailed(f"{file.path}: " + ("; ".join(reasons) or "no source has it"))
 
 
 def _ways(model: Model, access: Access) -> list[tuple[Source, bool]]:
-    """The sources that this node can use, in order, and whether by the hub's client: that first, then http."""
+    """The sources that this node can use, in order, and whether by the hub's client: that first, then http.
+
+    The clients know no cap on the rate, so with one plain http is used.
+    """
     found = []
+    by_clients = access.client and not access.limits.bytes_s
     for source in model.sources:
-        if access.client and source.kind in CLIENT_KINDS:
+        if by_clients and source.kind in CLIENT_KINDS:
             found.append((source, True))
         if source.kind in HERE_KINDS:
             found.append((source, False))
@@ -375,9 +379,10 @@ def by_client(
         "MODELSCOPE_CACHE": str(stage / "home"),
         **({CLIENT_TOKENS[source.kind]: token} if token else {}),
     }
-    code, said = run_client(
-        [access.client, "-c", inspect.getsource(fetch_program)], request, environment, stage, progress
-    )
+    argv = [access.client, "-c", inspect.getsource(fetch_program)]
+    code, said = run_client(argv, request, environment, stage, progress, access.limits.until)
+    if access.limits.is_over():
+        raise download.DownloadFailed(download.HOURS_OVER, "hours")
     if code:
         raise StoreFailed(f"{source.kind} client: {said or f'ended with {code}'}")
     arrived = stage / file.path
@@ -398,8 +403,10 @@ def run_client(
     environment: Mapping[str, str],
     stage: Path,
     progress: Callable[[int], None],
+    until: float = float("inf"),
 ) -> tuple[int, str]:
-    """Exit code and last line of what a client said; 124 when its folder stopped growing."""
+    """Exit code and last line of what a client said; 124 when its folder stopped growing, or at `until` (of
+    the monotonic clock)."""
     with subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE,
@@ -422,10 +429,11 @@ def run_client(
             progress(max(0, size - first))
             if size != last:
                 last, moved = size, time.monotonic()
-            if time.monotonic() - moved > CLIENT_STALL_S:
+            now = time.monotonic()
+            if now > until or now - moved > CLIENT_STALL_S:
                 process.kill()
                 process.communicate()
-                return 124, f"no byte for {CLIENT_STALL_S:g} s"
+                return 124, download.HOURS_OVER if now > until else f"no byte for {CLIENT_STALL_S:g} s"
 
 
 def _grown(folder: Path) -> int:
@@ -518,7 +526,7 @@ def ensure(model: Model, access: Access, deep: bool = False, owner: int | None =
         raise StoreFailed(
             f"model {model.name} has no lock. Make one: invoke models.lock --model {model.name}"
         )
-    with locked(model.folder.parent / f".{model.folder.name}.lock", LOCK_LIMIT_S):
+    with locked(model.folder.parent / f".{model.folder.name}.lock", LOCK_LIMIT_S, keep=False):
         taken = _take_incoming(model)
         faults = verify(model, deep)
         wanted = [file for file in model.files if file.path in faults]

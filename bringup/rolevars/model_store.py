@@ -16,7 +16,7 @@ CLIENT_FOLDER = "/opt/bringup/tools"
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
     """`model_store_models`: one row a model, with its lock; `model_store_client`: what fetches from hubs."""
-    models = [{**row(model), "chain": chain(model, plan)} for model in host.models]
+    models = [{**row(model, host), "chain": chain(model, plan)} for model in host.models]
     return {"model_store_models": models, "model_store_client": client(host)}
 
 
@@ -35,7 +35,7 @@ def chain(model: PlannedModel, plan: Plan) -> list[str]:
 
     A model that the controller makes is small and goes to each node from there.
     """
-    if model.made_by:
+    if model.made_by or model.graft:
         return []
     return [
         other.name
@@ -44,13 +44,30 @@ def chain(model: PlannedModel, plan: Plan) -> list[str]:
     ]
 
 
-def row(model: PlannedModel) -> dict[str, Any]:
-    """One model as the role takes it."""
+def row(model: PlannedModel, host: HostPlan) -> dict[str, Any]:
+    """One model as the role takes it; a grafted one names the models of the same host that it is made of."""
     return {
         "name": model.name,
         "folder": model.folder,
-        "files": [asdict(file) for file in model.files],
+        "files": _files(model),
         "sources": [asdict(source) for source in model.sources],
         "made_by": model.made_by or "",
         "expects": dict(model.expects),
+        "graft": graft(model, host),
     }
+
+
+def _files(model: PlannedModel) -> list[dict[str, Any]]:
+    return [asdict(file) for file in model.files]
+
+
+def graft(model: PlannedModel, host: HostPlan) -> dict[str, Any]:
+    """What the overlay is made of and how; nothing for a model that is not grafted."""
+    if not model.graft:
+        return {}
+    parts = {one.name: one for one in host.models}
+    made_of = {
+        role: {"name": part.name, "folder": part.folder, "files": _files(part)}
+        for role, part in (("base", parts[model.graft.base]), ("delta", parts[model.graft.delta]))
+    }
+    return {**asdict(model.graft), "dtypes": list(model.graft.dtypes), **made_of}

@@ -14,7 +14,8 @@ description:
     the same name does that and calls again.
 options:
   model:
-    description: Name, folder, files (path, size, sha256), sources (kind, locator) and expectations.
+    description: Name, folder, files (path, size, sha256), sources (kind, locator), expectations, and of a
+      grafted one what it is made of.
     type: dict
     required: true
   look:
@@ -104,7 +105,7 @@ import os  # noqa: E402 (documentation comes first)
 from typing import Any  # noqa: E402
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible.module_utils.bringup_node import chain, download, store  # noqa: E402
+from ansible.module_utils.bringup_node import chain, download, overlay, store  # noqa: E402
 
 MIB = 1024 * 1024
 
@@ -118,6 +119,11 @@ def login_uid() -> int | None:
 def act(given: dict[str, Any], access: store.Access, check_only: bool) -> dict[str, Any]:
     """What the options ask for. Raises StoreFailed or OSError."""
     deep = given["verify"] == "deep"
+    if given["model"].get("graft"):
+        whole = overlay.Overlay.of(given["model"])
+        if given["look"] or check_only:
+            return {**overlay.look(whole, deep), **({"changed": False} if given["look"] else {})}
+        return overlay.ensure(whole, deep)
     model = store.Model.of(given["model"])
     if given["look"]:
         return {**store.look(model, deep), "changed": False}

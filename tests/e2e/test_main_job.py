@@ -390,3 +390,36 @@ def test_no_secret_of_the_environment_reaches_a_run_folder(pair: Site) -> None:
         ["grep", "-rlF", canary, str(ROOT / "runs")], capture_output=True, text=True, check=False
     )
     assert found.stdout == ""
+
+
+def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(pair: Site) -> None:
+    name, key = pair.names[0], f"canary-key-{os.getpid()}-of-the-test"
+
+    def change(intent: dict[str, Any]) -> None:
+        intent["node_services"][0]["api_key"] = "vault_words_api_key"
+        intent["vault_words_api_key"] = key
+
+    with pair.changed(change):
+        done = pair.provision("--limit", name)
+        assert done.code == Exit.DONE, done.text
+        assert not answers(name, port(pair)), "without the key there is no answer"
+        asked = pair.invoke("ask", "--json", "--limit", name)
+        assert asked.code == Exit.DONE, asked.text
+        assert all(answer["tokens"] > 0 for answer in asked.data["answers"])
+        assert key not in done.text + asked.text
+        seen = on(
+            name,
+            "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; journalctl -o cat",
+        )
+        assert key not in seen
+        held = on(name, f"grep -rlF {key} /etc /var /opt /run /tmp /home 2>/dev/null || true").splitlines()
+        assert held, "the key is on the node"
+        for path in held:
+            assert on(name, f"stat -c '%a %U' {path}") in ("400 root", "600 root", "400 bringup"), path
+        written = subprocess.run(
+            ["grep", "-rlF", key, str(ROOT / "runs")], capture_output=True, text=True, check=False
+        )
+        assert written.stdout == ""
+    done = pair.provision()
+    assert done.code == Exit.DONE, done.text
+    assert answers(name, port(pair))

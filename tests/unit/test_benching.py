@@ -282,3 +282,14 @@ def test_results_of_several_targets_become_one(result: benching.BenchResult) -> 
 
 def test_tokens_are_the_servers_own_count(result: benching.BenchResult) -> None:
     assert result.targets[0].measured[0].output_tokens == 4 * 8
+
+
+def test_bars_are_as_long_as_the_rates_they_stand_for(result: benching.BenchResult) -> None:
+    target = result.targets[0]
+    lines = benching.bars(target)
+    medians = {label: summary.median for label, summary in target.summaries.items()}
+    assert [line.split(benching.BAR)[0].strip() for line in lines] == list(medians)
+    lengths = {label: line.count(benching.BAR) for label, line in zip(medians, lines, strict=True)}
+    assert lengths[max(medians, key=lambda label: medians[label])] == benching.BAR_WIDTH
+    assert all(length >= 1 for length in lengths.values())
+    assert benching.bars(dataclasses.replace(target, measured=target.measured[:1])) == []

@@ -13,6 +13,7 @@ from bringup import ROOT, catalog, plan
 from bringup.errors import UsageError
 from bringup.inventory import Host, Inventory
 from bringup.planned import ApiKey, Plan, Service
+from bringup.rolevars import model_store
 
 WORDS = {"name": "words", "profile": "cpu-words-llama-server", "port": 8000}
 GLM = {"name": "glm", "profile": "h200-8x-glm-5.2-w4a16-mtp-vllm", "port": 8000}
@@ -158,7 +159,7 @@ def test_a_sites_own_source_comes_first() -> None:
     assert [(source.kind, source.locator) for source in model.sources] == [
         ("http", "https://models.example/zai-org/GLM-5.1-FP8/main"),
         ("huggingface", "zai-org/GLM-5.1-FP8@main"),
-        ("modelscope", "ZhipuAI/GLM-5.1-FP8@main"),
+        ("modelscope", "ZhipuAI/GLM-5.1-FP8@master"),
     ]
 
 
@@ -166,6 +167,28 @@ def test_the_files_of_a_model_with_mtp_must_hold_its_tensors() -> None:
     model = resolved(TUNED, platform="h20-141gb").hosts[0].models[0]
     assert model.expects["architecture"] == "GlmMoeDsaForCausalLM"
     assert model.expects["tensors"] == {"model.layers.78.": 1569}
+
+
+def test_a_grafted_model_comes_after_the_two_that_it_is_made_of() -> None:
+    service = {"name": "glm", "profile": "gh200-2x-glm-5.2-awq-int4-fp8-mtp-vllm", "port": 8000}
+    made = resolved(service, platform="gh200-2x")
+    base, delta, whole = made.hosts[0].models
+    assert [base.name, delta.name, whole.name] == [
+        "glm-5.2-awq-int4",
+        "glm-5.2-awq-int4-fp8-mtp-delta",
+        "glm-5.2-awq-int4-fp8-mtp",
+    ]
+    assert whole.graft is not None
+    assert (whole.graft.base, whole.graft.delta, whole.graft.layer) == (base.name, delta.name, 78)
+    assert (whole.files, whole.sources, whole.size) == ((), (), 0)
+    assert delta.sources[0].locator == "dnhkng/GLM-5.2-AWQ-INT4-FP8-MTP-delta@main"
+    assert delta.size < base.size / 10
+    lacking = {problem.where: problem.remedy for problem in plan.unprovisionable(made)}
+    assert lacking[f"model {delta.name}"] == f"Make it: invoke models.lock --model {whole.name}"
+    assert f"model {whole.name}" not in lacking
+    row = model_store.variables(made.hosts[0], made)["model_store_models"][-1]
+    assert (row["graft"]["base"]["folder"], row["graft"]["tensors"]) == (base.folder, 1569)
+    assert row["chain"] == []
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -279,7 +279,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for engine, version in (("sglang", "0.5.15.post1"), ("vllm", "0.33.0")):
         _, content = twins.wheel(engine, version)
         folder = tmp_path_factory.mktemp(engine)
-        zipfile.ZipFile(BytesIO(content)).extractall(folder)
+        with zipfile.ZipFile(BytesIO(content)) as packed:
+            packed.extractall(folder)
         made[engine] = folder
     return made
 
@@ -334,9 +335,11 @@ def test_a_planned_launch_line_serves_and_says_that_it_is_a_stand_in(
     inventory: str, tmp_path: Path, unused_port: int
 ) -> None:
     host = plan.load(inventory).hosts[0]
-    service, model = host.services[0], host.models[0]
+    service = host.services[0]
+    model = next(model for model in host.models if model.name == service.model)
     _, content = twins.wheel(service.engine, service.engine_version)
-    zipfile.ZipFile(BytesIO(content)).extractall(tmp_path / "site")
+    with zipfile.ZipFile(BytesIO(content)) as packed:
+        packed.extractall(tmp_path / "site")
     folder = tmp_path / "model"
     folder.mkdir()
     for path, data in twins.model_files(model, service.context_tokens).items():

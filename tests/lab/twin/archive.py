@@ -89,7 +89,8 @@ def driver_packages(version: str, cuda: bytes, management: bytes, triplet: str) 
             {"Depends": f"nvidia-kernel-common-{branch} {same}", **only("nvidia-dkms-kernel")},
             {f"/usr/src/nvidia-{version}/README.twin": "stand-in\n"},
             scripts={
-                "postinst": f'#!/bin/sh\nset -e\n[ "$1" = configure ] && /usr/local/bin/dkms-build {version} {flavour}\nexit 0\n',
+                "postinst": '#!/bin/sh\nset -e\n[ "$1" = configure ] || exit 0\n'
+                f"/usr/local/bin/dkms-build {version} {flavour}\n",
                 "prerm": '#!/bin/sh\n[ "$1" = remove ] && /usr/local/bin/dkms-build --remove\nexit 0\n',
             },
         )
@@ -196,7 +197,8 @@ def daemon(name: str) -> dict[str, str]:
     start = f"systemctl daemon-reload\nsystemctl enable -q {name}\nsystemctl start {name} || true\n"
     return {
         "postinst": f'#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = configure ] || exit 0\n{start}exit 0\n',
-        "prerm": f'#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = remove ] && systemctl disable -q --now {name}\nexit 0\n',
+        "prerm": '#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = remove ] || exit 0\n'
+        f"systemctl disable -q --now {name}\n",
         "postrm": "#!/bin/sh\n[ -d /run/systemd/system ] && systemctl daemon-reload\nexit 0\n",
     }
 
@@ -266,7 +268,8 @@ def _tar(entries: Mapping[str, tuple[bytes, int, str]]) -> bytes:
 
 
 def library(cuda: int, arch: str, folder: Path, soname: str = "libcuda.so.1") -> bytes:
-    """A stand-in library for an architecture: `cuda` as the driver counts (13000), `soname` its name for the linker. Raises HostFailed without a compiler for it."""
+    """A stand-in library for an architecture: `cuda` as the driver counts (13000), `soname` its name for the
+    linker. Raises HostFailed without a compiler for it."""
     compiler = next(filter(None, map(shutil.which, COMPILERS[arch])), None)
     if compiler is None:
         names = {"amd64": "gcc", "arm64": "gcc-aarch64-linux-gnu"}

@@ -74,7 +74,7 @@ def _fabric_manager_runs(worn: Mapping[str, Any], version: str | None) -> bool:
         return False
     if "nvidia-fabricmanager" in worn.get("stopped_units", ()):
         return False
-    return worn.get("fabric_manager_version", version) == worn.get("loaded_version", version)
+    return bool(worn.get("fabric_manager_version", version) == worn.get("loaded_version", version))
 
 
 PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
@@ -152,4 +152,4 @@ def applies(fault: twins.Fault, host: HostPlan) -> bool:
     }
     numbered = [name.split(".")[1] for name in fault.state if name.startswith("gpus.")]
     highest = max((int(number) for number in numbered if number != "*"), default=0)
-    return needs[fault.needs] and highest < platform["gpus"]["count"]
+    return bool(needs[fault.needs] and highest < platform["gpus"]["count"])

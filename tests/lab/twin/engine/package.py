@@ -27,6 +27,12 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = {
 }
 """The modules that a launch line may name, by engine."""
 
+START = (
+    "import sys\n\nfrom bringup_stand_in import server\n\n"
+    'if __name__ == "__main__":\n    sys.exit(server.main(sys.argv[1:]))\n'
+)
+"""What starts the server, under whatever module name."""
+
 DATE = (2026, 1, 1, 0, 0, 0)
 
 
@@ -43,7 +49,7 @@ def wheel(engine: str, version: str) -> tuple[str, bytes]:
     info = f"{DISTRIBUTION}-{release}.dist-info"
     files = {
         f"{DISTRIBUTION}/__init__.py": f'ENGINE = "{engine}"\nVERSION = "{version}"\n',
-        f"{DISTRIBUTION}/__main__.py": "import sys\n\nfrom bringup_stand_in import server\n\nsys.exit(server.main(sys.argv[1:]))\n",
+        f"{DISTRIBUTION}/__main__.py": START,
         f"{DISTRIBUTION}/server.py": (HERE / "server.py").read_text(encoding="utf-8"),
         f"{DISTRIBUTION}/flags.json": json.dumps(flags, separators=(",", ":"), sort_keys=True),
         **launchers(engine, version),
@@ -63,11 +69,10 @@ def wheel(engine: str, version: str) -> tuple[str, bytes]:
 
 def launchers(engine: str, version: str) -> dict[str, str]:
     """The engine's modules: each says that it is a stand-in, and starts the server."""
-    start = 'import sys\n\nfrom bringup_stand_in import server\n\nif __name__ == "__main__":\n    sys.exit(server.main(sys.argv[1:]))\n'
     head = f'"""Stand-in of {engine} {version} for a bringup twin."""\n\n'
     made = {}
     for path in LAUNCHERS.get(engine, (f"{engine}/__init__.py",)):
-        made[path] = head + (f'__version__ = "{version}"\n' if path.endswith("__init__.py") else start)
+        made[path] = head + (f'__version__ = "{version}"\n' if path.endswith("__init__.py") else START)
     return made
 
 

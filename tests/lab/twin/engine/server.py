@@ -550,7 +550,8 @@ def serve(given: Options, config: dict[str, Any], folder: str) -> int:
             server = Server((host, port), handler)
         except OSError as error:
             print(
-                f"ERROR:    [Errno {error.errno}] error while attempting to bind on address ('{host}', {port}): {error.strerror}",
+                f"ERROR:    [Errno {error.errno}] error while attempting to bind on address ('{host}', {port}): "
+                f"{error.strerror}",
                 flush=True,
             )
             return EXIT_PORT

@@ -428,7 +428,8 @@ def topology() -> str:
         own = "N/A" if memory is None else str(memory)
         lines.append("\t".join([f"GPU{number}", *cells, cpus, f"{near}\t", own]))
     legend = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between "
-    legend += "NUMA nodes (e.g., QPI/UPI)\n  NODE = Connection traversing PCIe as well as the interconnect between PCIe "
+    legend += "NUMA nodes (e.g., QPI/UPI)\n"
+    legend += "  NODE = Connection traversing PCIe as well as the interconnect between PCIe "
     legend += "Host Bridges within a NUMA node\n  NV#  = Connection traversing a bonded set of # NVLinks\n"
     return "\n".join(lines) + "\n" + legend
 

@@ -94,9 +94,10 @@ def load_nvidia() -> str:
         say_kernel("NVRM: The NVIDIA GPU requires use of the NVIDIA open kernel modules.")
         return "modprobe: ERROR: could not insert 'nvidia': No such device"
     version = worn.get("loaded_version") or module["version"]
-    kernel["module"] = {"version": version, "open": bool(module["open"]) and not worn.get("loaded_closed")}
+    is_open = bool(module["open"]) and not worn.get("loaded_closed")
+    kernel["module"] = {"version": version, "open": is_open}
     state.save_kernel(kernel)
-    flavour = "Open Kernel Module" if kernel["module"]["open"] else "Kernel Module"
+    flavour = "Open Kernel Module" if is_open else "Kernel Module"
     say_kernel(
         f"NVRM: loading NVIDIA UNIX {flavour} for {worn.get('arch', 'x86_64')}  {version}  (stand-in of a twin)"
     )
@@ -194,7 +195,8 @@ def dkms_build(words: Sequence[str]) -> int:
     release = state.kernel_release()
     if not state.at(f"/lib/modules/{release}/build").exists():
         print(
-            f"Module build for kernel {release} was skipped since the kernel headers for it do not seem to be installed."
+            f"Module build for kernel {release} was skipped since the kernel headers for it "
+            "do not seem to be installed."
         )
         return 0
     version, flavour = words
@@ -254,7 +256,7 @@ def timedatectl(words: Sequence[str]) -> int:
         value = "no" if state.hardware().get("clock_not_kept") else "yes"
         print(value if "--value" in words else f"NTPSynchronized={value}")
         return 0
-    os.execv(REAL_TIMEDATECTL, [REAL_TIMEDATECTL, *words])
+    return os.execv(REAL_TIMEDATECTL, [REAL_TIMEDATECTL, *words])
 
 
 # --- daemons ------------------------------------------------------------------------------------------------
