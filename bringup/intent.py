@@ -116,6 +116,8 @@ def strangers(variables: Mapping[str, Any], where: str) -> list[Problem]:
     known = [*Intent.model_fields, *declared]
     return [
         Problem(f"{where}: {name}", "no role and no plan reads this variable", did_you_mean(name, known))
+    node_download_hours: tuple[ChangeWindow, ...] = ()
+    node_rack: Annotated[str, Field(min_length=1)] | None = None
         for name in odd
         if name not in declared
     ]

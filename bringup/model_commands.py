@@ -1,4 +1,4 @@
-"""`invoke models.*`: lock, list, verify, space, gc. Each is one call into `bringup.models` and one table."""
+"""`invoke models.*`: the files of models. Each is one call into `bringup.models` or `bringup.depots` and one table."""
 
 from __future__ import annotations
 
@@ -171,6 +171,93 @@ def gc(
         raise Exit(code=int(Code.PENDING))
 
 
+@task(
+    positional=["folder"],
+    help={
+        "folder": "where the depot's models lie, or will",
+        "models": "models of the catalog to bring into it first, separated by commas",
+        "bind": "address to listen on",
+        "port": "port to listen on",
+        "fill": "bring the models in and end",
+        "huggingface": "address of the hub or a mirror. Token: HF_TOKEN in the environment",
+        "modelscope": "address of the hub. Token: MODELSCOPE_API_TOKEN in the environment",
+        "json": JSON,
+    },
+)
+def depot(
+    c: Context,
+    folder: str,
+    models: str = "",
+    bind: str = "127.0.0.1",
+    port: int = 7421,
+    fill: bool = False,
+    huggingface: str = "https://huggingface.co",
+    modelscope: str = "https://modelscope.cn",
+    json: bool = False,
+) -> None:
+    """Serve models to nodes that reach no hub: a read-only hub over a folder of verified models."""
+    from pathlib import Path
+
+    from bringup import depots
+    from bringup.node import store
+
+    access = store.Access(
+        huggingface=huggingface,
+        modelscope=modelscope,
+        huggingface_token=os.environ.get("HF_TOKEN", ""),
+        modelscope_token=os.environ.get("MODELSCOPE_API_TOKEN", ""),
+    )
+    place = Path(folder).absolute()
+    rows = depots.fill(place, [name for name in models.split(",") if name], access)
+    shown = [{**row, "bytes": sum(file["size"] for file in row["files"])} for row in rows]
+    _print("models.depot", shown, ["name", "repositories", "commit", "bytes", "ready"], json)
+    if not fill:
+        host = f"[{bind}]" if ":" in bind else bind
+        print(
+            f"serving; on the nodes: model_store_huggingface: http://{host}:{port}",
+            file=sys.stderr,
+            flush=True,
+        )
+        depots.serve(rows, bind, port)
+
+
+@task(
+    positional=["inventory"],
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "undo": "take away the overlay of this grafted model; base and delta stay",
+        "yes": "agree to what is disruptive, for scripts",
+        "json": JSON,
+    },
+)
+def graft(
+    c: Context,
+    inventory: str,
+    limit: str | None = None,
+    undo: str | None = None,
+    yes: bool = False,
+    json: bool = False,
+) -> None:
+    """Show the grafted models on the nodes, and what they are made of; or take one away."""
+    from bringup import confirm, models
+
+    rows = models.grafts(inventory, limit)
+    if undo:
+        found = [row for row in rows if row.get("model") == undo]
+        if not found:
+            raise UsageError(f"models.graft: no node has a grafted model {undo}")
+        names = sorted({row["host"] for row in found})
+        confirm.disruptive(f"taking away the grafted model {undo}", inventory, names, yes=yes)
+        rows = models.grafts(inventory, limit, undo=undo)
+    _print(
+        "models.graft", rows, ["host", "model", "layer", "base", "delta", "ready", "refused", "error"], json
+    )
+    _end(rows, False)
+    if any(row.get("refused") for row in rows):
+        raise Exit(code=int(Code.LOCKED))
+
+
 def _end(rows: Sequence[Mapping[str, Any]], failed: bool) -> None:
     """Exit 5 when a host gave no answer, 4 when `failed`."""
     if any(row.get("error") for row in rows):
@@ -182,6 +269,6 @@ def _end(rows: Sequence[Mapping[str, Any]], failed: bool) -> None:
 def collection() -> Collection:
     """The tasks, as `models` of the main collection."""
     made = Collection("models")
-    for one in (lock, list_, verify, space, gc):
+    for one in (lock, list_, verify, space, gc, depot, graft):
         made.add_task(one)
     return made

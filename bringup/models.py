@@ -149,6 +149,12 @@ def garbage(inventory: str, limit: str | None = None, *, remove: bool = False) -
     return _ask(inventory, limit, lambda host: {"what": "gc", **_root(host), "remove": remove}, QUICK_LIMIT_S)
 
 
+def grafts(inventory: str, limit: str | None = None, *, undo: str = "") -> list[dict[str, Any]]:
+    """One row a host and overlay that is there: model, folder, base, delta, layer, ready. With `undo` (a model's
+    name) its overlay is gone when this returns, or the row has `refused`: it is in use."""
+    return _ask(inventory, limit, lambda host: {"what": "graft", **_root(host), "undo": undo}, QUICK_LIMIT_S)
+
+
 def listed(catalog: Catalog | None = None) -> list[dict[str, Any]]:
     """Every model of the catalog: name, title, format, where from, locked revision, files, bytes."""
     known = catalog or lazy()

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from bringup import ROOT
+from bringup import ROOT, windows
 from bringup.errors import HostFailed, Problem
 from bringup.node.files import locked
 from bringup.node.store import File, fault
@@ -81,6 +83,56 @@ def _run(script: Path, folder: Path) -> None:
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         raise HostFailed(Problem(str(script), f"ended with {done.returncode}: {last[0]}"))
+
+
+# --- hours --------------------------------------------------------------------------------------------------
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Hours:
+    """When models may be fetched: ranges of the week (none: always), for models of so many bytes and more."""
+
+    ranges: tuple[str, ...]
+    from_bytes: float
+    wait_limit_s: float
+
+
+def missing_bytes(model: Mapping[str, Any], faults: Iterable[str]) -> int:
+    """Bytes of the files that are not right."""
+    wrong = set(faults)
+    return sum(int(row["size"]) for row in model["files"] if row["path"] in wrong)
+
+
+def delay(hours: Hours, name: str, missing: int, now: datetime) -> tuple[float, float]:
+    """Seconds to wait before fetching so many bytes, and seconds that fetching may take (0: no end).
+
+    Raises HostFailed when the hours begin later than anybody waits for.
+    """
+    if not hours.ranges or missing < hours.from_bytes:
+        return 0.0, 0.0
+    change = windows.until_change(hours.ranges, now)
+    if windows.is_open(hours.ranges, now):
+        return 0.0, change or 0.0
+    if change is None or change > hours.wait_limit_s:
+        begin = "begin in " + told(change) if change else "never begin"
+        raise HostFailed(
+            Problem(
+                f"model {name}",
+                f"{missing / GIB:.1f} GiB may only be fetched within {', '.join(hours.ranges)}; these hours {begin}, "
+                f"and more than {told(hours.wait_limit_s)} is not waited for (model_store_hours_wait_s)",
+                "Run it again then; what is there already stays. To fetch now: node_download_hours: []",
+            )
+        )
+    length = windows.until_change(hours.ranges, now + timedelta(seconds=change))
+    return change, length or 0.0
+
+
+def told(seconds: float) -> str:
+    """Seconds as people say them."""
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
 # --- from node to node --------------------------------------------------------------------------------------

@@ -64,6 +64,18 @@ def is_open(texts: Iterable[str], now: datetime) -> bool:
     return not windows or any(window.is_open(now) for window in windows)
 
 
+def until_change(texts: Iterable[str], now: datetime) -> float | None:
+    """Seconds until the ranges open, or close when they are open now; None when that is not within a week."""
+    windows = [parse(text) for text in texts]
+    start = now.replace(second=0, microsecond=0)
+    before = not windows or any(window.is_open(now) for window in windows)
+    for step in range(1, 7 * MINUTES + 1):
+        moment = start + timedelta(minutes=step)
+        if windows and any(window.is_open(moment) for window in windows) != before:
+            return (moment - now).total_seconds()
+    return None
+
+
 def _days(text: str) -> frozenset[int]:
     days: set[int] = set()
     for part in text.split(","):

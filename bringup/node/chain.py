@@ -123,7 +123,8 @@ def ensure(
     for path in before["faults"]:
         (model.folder / path).unlink(missing_ok=True)
     start(data, chain)
-    arrived = bool(chain.before) and await_arrival(model)
+    left = min(ARRIVAL_LIMIT_S, access.limits.until - time.monotonic())
+    arrived = bool(chain.before) and await_arrival(model, left)
     try:
         answer = store.ensure(model, access, False, owner)
     except BaseException:

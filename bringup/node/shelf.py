@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import contents, overlay
+from . import contents, graft, overlay
 from .files import read_text
 from .store import OURS, READY, Model, StoreFailed, is_stamped, stamp_of, verify
 
@@ -135,14 +135,39 @@ def collect(rows: Sequence[Mapping[str, Any]], remove: bool) -> list[dict[str, A
     return garbage
 
 
+def grafts(rows: Sequence[Mapping[str, Any]], undo: str) -> list[dict[str, Any]]:
+    """The overlays: of what they are made, and whether they are ready; `undo` (a model's name) goes, unless a
+    process has it open."""
+    found = []
+    for row in rows:
+        try:
+            record = json.loads(read_text(Path(row["folder"]) / graft.RECORD))
+        except ValueError:
+            continue
+        about = {name: record[name] for name in ("base", "delta", "layer")}
+        seen = {"model": row["model"], "folder": row["folder"], "ready": row["ready"], **about}
+        if row["model"] == undo:
+            if row["pids"]:
+                pids = ", ".join(map(str, row["pids"]))
+                found.append({**seen, "refused": f"is open in process {pids}: stop it first"})
+                continue
+            graft.undo(Path(row["folder"]))
+            seen["ready"] = False
+        found.append(seen)
+    return found
+
+
 def main(
     request: Mapping[str, Any], proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")
 ) -> None:
-    """`what`: verify (`models`, `deep`), space or gc (`root`, `planned`, `remove`)."""
+    """`what`: verify (`models`, `deep`), space, gc (`root`, `planned`, `remove`) or graft (`undo`)."""
     if request["what"] == "verify":
         answer: Any = [verified(model, bool(request["deep"])) for model in request["models"]]
     else:
         rows = shelf(Path(request["root"]), request["planned"], proc, units)
-        answer = rows if request["what"] == "space" else collect(rows, bool(request["remove"]))
+        if request["what"] == "graft":
+            answer = grafts(rows, str(request["undo"]))
+        else:
+            answer = rows if request["what"] == "space" else collect(rows, bool(request["remove"]))
     free = {root: shutil.disk_usage(root).free for root in [request.get("root", "/")] if Path(root).is_dir()}
     json.dump({"rows": answer, "free": next(iter(free.values()), None)}, sys.stdout)

@@ -15,9 +15,11 @@ CLIENT_FOLDER = "/opt/bringup/tools"
 
 
 def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
-    """`model_store_models`: one row a model, with its lock; `model_store_client`: what fetches from hubs."""
+    """`model_store_models`: one row a model, with its lock; `model_store_client`: what fetches from hubs;
+    `model_store_hours`: when large models may be fetched."""
     models = [{**row(model, host), "chain": chain(model, plan)} for model in host.models]
-    return {"model_store_models": models, "model_store_client": client(host)}
+    hours = list(host.site.get("download_hours") or ())
+    return {"model_store_models": models, "model_store_client": client(host), "model_store_hours": hours}
 
 
 def client(host: HostPlan) -> list[dict[str, str]]:
@@ -31,17 +33,20 @@ def client(host: HostPlan) -> list[dict[str, str]]:
 
 
 def chain(model: PlannedModel, plan: Plan) -> list[str]:
-    """The hosts that need the same files, in the inventory's order; they hand them on to each other.
+    """The hosts that need the same files, rack by rack and otherwise in the inventory's order; they hand them
+    on to each other, so that each rack's uplink carries them once.
 
     A model that the controller makes is small and goes to each node from there.
     """
     if model.made_by or model.graft:
         return []
-    return [
-        other.name
+    hosts = [
+        other
         for other in plan.hosts
         if any(one.folder == model.folder and one.files == model.files for one in other.models)
     ]
+    racks = list(dict.fromkeys(other.site.get("rack") for other in hosts))
+    return [other.name for other in sorted(hosts, key=lambda other: racks.index(other.site.get("rack")))]
 
 
 def row(model: PlannedModel, host: HostPlan) -> dict[str, Any]:

@@ -69,6 +69,10 @@ options:
     description: The most that one file may take of the network, in MiB a second; 0 for no cap.
     type: float
     default: 0
+  seconds:
+    description: How long fetching may go on (the hours for downloads end then); 0 for no end.
+    type: float
+    default: 0
 author: bringup
 """
 
@@ -102,6 +106,7 @@ incoming:
 """
 
 import os  # noqa: E402 (documentation comes first)
+import time  # noqa: E402
 from typing import Any  # noqa: E402
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
@@ -157,6 +162,7 @@ def main() -> None:
             "modelscope_token": {"type": "str", "default": "", "no_log": True},
             "client": {"type": "str", "default": ""},
             "rate_mib_s": {"type": "float", "default": 0},
+            "seconds": {"type": "float", "default": 0},
         },
         supports_check_mode=True,
     )
@@ -167,7 +173,10 @@ def main() -> None:
         huggingface_token=given["huggingface_token"],
         modelscope_token=given["modelscope_token"],
         client=given["client"],
-        limits=download.Limits(bytes_s=given["rate_mib_s"] * MIB),
+        limits=download.Limits(
+            bytes_s=given["rate_mib_s"] * MIB,
+            until=time.monotonic() + given["seconds"] if given["seconds"] else float("inf"),
+        ),
     )
     try:
         answer = act(given, access, module.check_mode)

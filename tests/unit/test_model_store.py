@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -80,6 +81,7 @@ RECOVERS = [
     "503",
     "stall",
     "cut",
+    "truncated",
     "wrong_bytes",
     "new_revision",
     "slow",
@@ -104,7 +106,10 @@ FAILS = {
     "403": "licence",
     "404": "not there",
     "truncated": "of 300000 bytes",
+    "429": "answered 429",
     "500": "answered 500",
+    "503": "answered 503",
+    "new_revision": "sha256 differs",
     "cut": "connection ended",
     "stall": "no byte for",
     "wrong_bytes": "sha256 differs",
@@ -117,7 +122,7 @@ def test_a_hub_that_goes_on_misbehaving_ends_with_the_cause_and_nothing_ready(
     fault: str, tmp_path: Path
 ) -> None:
     lock = {"config.json": FILES["config.json"], "parts/big.bin": BIG}
-    hub = Hub(dict(lock), {"parts/big.bin": [fault] * 50})
+    hub = Hub(dict(lock), {"parts/big.bin": fault.split() * 50})
     with serving(hub) as address:
         model = model_in(tmp_path, address, lock)
         with pytest.raises(store.StoreFailed) as caught:
@@ -127,6 +132,63 @@ def test_a_hub_that_goes_on_misbehaving_ends_with_the_cause_and_nothing_ready(
     assert not (model.folder / store.READY).exists()
     assert not (model.folder / "parts/big.bin").exists()
     assert contents_of(model.folder)["config.json"] == FILES["config.json"]
+
+
+@pytest.mark.parametrize("fault", ["401", "403", "404"])
+def test_a_hub_that_refuses_is_left_for_the_next_source_at_once(fault: str, tmp_path: Path) -> None:
+    hub, other = Hub(dict(FILES), {"parts/big.bin": [fault] * 9}), Hub(dict(FILES))
+    with serving(hub) as first, serving(other) as second:
+        sources = (
+            store.Source("huggingface", f"{REPOSITORY}@{REVISION}"),
+            store.Source("http", f"{second}/{REPOSITORY}/resolve/main"),
+        )
+        model = store.Model("demo", tmp_path / "demo", lock_of(FILES), sources)
+        answer = store.ensure(model, access(first))
+    assert answer["ready"]
+    assert answer["came"]["parts/big.bin"].startswith("http (after")
+    assert [code for _, path, _, code in hub.asked if path.endswith("big.bin")] == [int(fault)]
+    assert contents_of(model.folder) == FILES
+
+
+def test_no_lock_file_stays_beside_the_folder(tmp_path: Path) -> None:
+    with serving(Hub(dict(FILES))) as address:
+        store.ensure(model_in(tmp_path, address), access(address))
+        bad = store.Source("path", str(tmp_path / "nowhere"))
+        with pytest.raises(store.StoreFailed, match="No such file"):
+            store.ensure(store.Model("bad", tmp_path / "bad", lock_of(FILES), (bad,)), access(address))
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".lock")] == []
+
+
+def test_with_a_cap_on_the_rate_the_client_that_knows_none_is_not_used(tmp_path: Path) -> None:
+    hub = Hub(dict(FILES))
+    with serving(hub) as address:
+        model = model_in(tmp_path, address)
+        capped = store.Access(
+            huggingface=address,
+            client="/nowhere/python",
+            limits=dataclasses.replace(IMPATIENT, bytes_s=600_000),
+        )
+        began = time.monotonic()
+        answer = store.ensure(model, capped)
+        took = time.monotonic() - began
+    assert set(answer["came"].values()) == {"huggingface"}
+    assert took >= len(BIG) / 600_000 * 0.8
+
+
+def test_when_the_hours_for_downloads_end_what_is_there_stays_and_the_next_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    hub = Hub(dict(FILES), {"parts/big.bin": ["slow"]})
+    with serving(hub) as address:
+        model = model_in(tmp_path, address)
+        patient = dataclasses.replace(IMPATIENT, slow_window_s=60, until=time.monotonic() + 0.5)
+        with pytest.raises(store.StoreFailed, match="hours in which models may be fetched are over"):
+            store.ensure(model, store.Access(huggingface=address, limits=patient))
+        assert not (model.folder / store.READY).exists()
+        left = (model.folder / "parts/big.bin.partial").stat().st_size
+        assert store.ensure(model, access(address))["ready"]
+    ranges = [wanted for _, path, wanted, _ in hub.asked if path.endswith("big.bin")]
+    assert ranges == ["", f"bytes={left}-"]
 
 
 def test_a_broken_connection_is_resumed_and_not_started_anew(tmp_path: Path) -> None:

@@ -112,3 +112,25 @@ def test_a_damaged_configuration_is_seen_and_made_anew(row: dict[str, Any]) -> N
     assert "config.json" in overlay.look(planned, deep=False)["faults"]
     assert overlay.ensure(planned)["changed"]
     assert (planned.folder / "config.json").read_text() == before
+
+
+def test_it_is_shown_and_taken_away_unless_it_is_open_and_its_parts_stay(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    overlay.ensure(overlay.Overlay.of(row))
+    proc, units = tmp_path / "proc", tmp_path / "units"
+    descriptors = proc / "77" / "fd"
+    descriptors.mkdir(parents=True)
+    (descriptors / "3").symlink_to(tmp_path / "whole" / "config.json")
+
+    def shown(undo: str) -> list[dict[str, Any]]:
+        return shelf.grafts(shelf.shelf(tmp_path, [], proc, units), undo)
+
+    assert [(one["model"], one["layer"], one["ready"]) for one in shown("")] == [("whole", 2, True)]
+    assert shown("whole")[0]["refused"] == "is open in process 77: stop it first"
+    assert (tmp_path / "whole").is_dir()
+    (descriptors / "3").unlink()
+    assert shown("whole")[0]["ready"] is False
+    assert not (tmp_path / "whole").exists()
+    assert store.is_stamped(overlay.Overlay.of(row).base)
+    assert shown("") == []

@@ -55,3 +55,18 @@ def test_without_ranges_it_is_always_open_and_with_more_one_is_enough() -> None:
 def test_what_is_no_range_is_said(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         windows.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("texts", "now", "seconds"),
+    [
+        (["22:00-06:00"], datetime(2026, 3, 2, 21, 59, 30, tzinfo=UTC), 30),
+        (["22:00-06:00"], datetime(2026, 3, 2, 23, 0, tzinfo=UTC), 7 * 3600),
+        (["Sat 10:00-11:00"], datetime(2026, 3, 2, 10, 0, tzinfo=UTC), 5 * 24 * 3600),
+        (["01:00-02:00", "01:30-03:00"], datetime(2026, 3, 2, 1, 0, tzinfo=UTC), 2 * 3600),
+        ([], datetime(2026, 3, 2, tzinfo=UTC), None),
+        (["00:00-24:00"], datetime(2026, 3, 2, tzinfo=UTC), None),
+    ],
+)
+def test_how_long_until_ranges_open_or_close(texts: list[str], now: datetime, seconds: float | None) -> None:
+    assert windows.until_change(texts, now) == seconds

@@ -1,0 +1,100 @@
+"""A depot on the controller: models fetched once from the hubs, verified, and served to nodes that reach no hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bringup import ROOT, models
+from bringup.catalog import Catalog, Hub, lazy
+from bringup.errors import HostFailed, Problem, UsageError
+from bringup.node import depot, store
+from bringup.plan import DELTA
+
+PORT = 7421
+
+
+def shelves(folder: Path, catalog: Catalog | None = None, root: Path = ROOT) -> list[dict[str, Any]]:
+    """Every locked model of the catalog that has a hub, as `folder` holds it or will; a grafted model is its
+    delta. Rows as `bringup/node/depot.py` takes them, with `sources`, `ready` and `catalog` (the entry's name)."""
+    known = catalog or lazy()
+    rows = []
+    for name in known.names("models"):
+        entry = known.model(name)
+        hub = entry.graft.delta if entry.graft else entry.hub
+        places = [place for place in (hub.huggingface, hub.modelscope) if place]
+        if entry.lock and places:
+            rows.append(
+                _shelf(name, f"{name}{DELTA}" if entry.graft else name, root / entry.lock, hub, folder)
+            )
+    return rows
+
+
+def _shelf(name: str, called: str, lock: Path, hub: Hub, folder: Path) -> dict[str, Any]:
+    commit, files = models.read_lock(lock)
+    row: dict[str, Any] = {
+        "catalog": name,
+        "name": called,
+        "folder": str(folder / called),
+        "files": [asdict(file) for file in files],
+        "commit": commit,
+        "repositories": [place for place in (hub.huggingface, hub.modelscope) if place],
+        "sources": [
+            {"kind": kind, "locator": f"{place}@{revision}"}
+            for kind, place, revision in (
+                ("huggingface", hub.huggingface, commit),
+                ("modelscope", hub.modelscope, hub.modelscope_revision or "master"),
+            )
+            if place
+        ],
+    }
+    return {**row, "ready": store.is_stamped(store.Model.of(row))}
+
+
+def fill(
+    folder: Path,
+    names: Iterable[str],
+    access: store.Access,
+    catalog: Catalog | None = None,
+    root: Path = ROOT,
+) -> list[dict[str, Any]]:
+    """Brings models (and what grafted ones are made of) into the depot, verified; returns all rows.
+
+    Raises UsageError for a name that cannot be served, and HostFailed with every model that cannot be had.
+    """
+    known = catalog or lazy()
+    rows = {row["catalog"]: row for row in shelves(folder, known, root)}
+    wanted = list(dict.fromkeys(part for name in names for part in _parts(name, known)))
+    missing = [name for name in wanted if name not in rows]
+    if missing:
+        raise UsageError(
+            Problem(f"model {name}", "has no lock or is on no hub", f"invoke models.lock {name}")
+            for name in missing
+        )
+    problems = []
+    for name in wanted:
+        try:
+            store.ensure(store.Model.of(rows[name]), access)
+        except (store.StoreFailed, OSError) as error:
+            problems.append(Problem(f"depot {folder}", str(error)))
+    if problems:
+        raise HostFailed(problems)
+    return shelves(folder, known, root)
+
+
+def _parts(name: str, known: Catalog) -> list[str]:
+    graft = known.model(name).graft
+    return [graft.base, name] if graft else [name]
+
+
+def serve(rows: Sequence[Mapping[str, Any]], address: str, port: int) -> None:
+    """Serves what is ready, until it is interrupted. Raises UsageError when nothing is or the port is taken."""
+    ready = [depot.Shelf.of(row) for row in rows if row["ready"]]
+    if not ready:
+        raise UsageError("models.depot: no model is ready in this folder; name some with --models")
+    try:
+        depot.serve((address, port), ready)
+    except OSError as error:
+        raise UsageError(f"models.depot: cannot listen on {address}:{port}: {error.strerror}") from None

@@ -1,0 +1,225 @@
+"""A read-only hub for sites without the internet: serves models that are ready, as the hubs' clients ask.
+
+Answers what `huggingface_hub` and `modelscope` need to fetch files, and `/NAME/PATH` for plain http. Only files
+that were verified and that nobody has touched since are given away. It writes nothing and asks nobody.
+
+    python -m bringup.node.depot SPEC.json
+    {"listen": [ADDRESS, PORT], "models": [{"name": ..., "folder": ..., "files": [{path, size, sha256}, ...],
+     "commit": ..., "repositories": [OWNER/NAME, ...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from . import store
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+IDLE_LIMIT_S = 120
+"""Seconds that a client may take nothing."""
+
+HUGGINGFACE = re.compile(r"/api/models/(?P<repository>[^/]+/[^/]+)(/(revision|tree)/(?P<revision>[^/]+))?.*")
+MODELSCOPE = re.compile(r"/api/v1/models/(?P<repository>[^/]+/[^/]+)(?P<rest>/.*)?")
+RESOLVE = re.compile(r"/(models/)?(?P<repository>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A model that is given away, under its own name and those of its repositories, at one commit."""
+
+    model: store.Model
+    commit: str
+    repositories: tuple[str, ...]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Shelf:
+        """From plain data. Raises StoreFailed."""
+        return cls(store.Model.of(row), str(row["commit"]), tuple(row["repositories"]))
+
+    def file(self, path: str) -> store.File | None:
+        """The file of the lock, None when the lock has no such file."""
+        return next((file for file in self.model.files if file.path == path), None)
+
+    def is_right(self, file: store.File) -> bool:
+        """Was it verified, and has nobody touched it since?"""
+        stamp = store.stamp_of(self.model.folder)
+        return store.is_untouched(self.model.folder / file.path, file, stamp.get(file.path))
+
+    def has(self, revision: str) -> bool:
+        """Does a revision mean the commit that is here? A branch's name does."""
+        return revision == self.commit or not COMMIT.fullmatch(revision)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers from the server's `shelves`."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "bringup-depot"
+    timeout = IDLE_LIMIT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Who asked for what, as the client names itself."""
+        print(self.address_string(), self.headers.get("User-Agent", "-"), format % args, flush=True)
+
+    def do_HEAD(self) -> None:
+        """What a GET would say of itself."""
+        self._answer()
+
+    def do_GET(self) -> None:
+        """Answers one request."""
+        self._answer()
+
+    def _answer(self) -> None:
+        parts = urlsplit(self.path)
+        path = unquote(parts.path)
+        if found := MODELSCOPE.fullmatch(path):
+            wanted = parse_qs(parts.query).get("FilePath", [""])[0]
+            if wanted:
+                self._give(self._shelf(found["repository"]), wanted)
+            else:
+                self._list(self._shelf(found["repository"]), _modelscope)
+        elif found := HUGGINGFACE.fullmatch(path):
+            shelf = self._shelf(found["repository"])
+            if shelf and not shelf.has(found["revision"] or "main"):
+                self._none("RevisionNotFound")
+            else:
+                self._list(shelf, _tree if "/tree/" in path else _huggingface)
+        elif found := RESOLVE.fullmatch(path):
+            shelf = self._shelf(found["repository"])
+            # The other hub's commits are not known here; the lock says whether the bytes are the same.
+            if shelf and not found[1] and not shelf.has(found["revision"]):
+                self._none("RevisionNotFound")
+            else:
+                self._give(shelf, found["path"])
+        else:
+            name, _, rest = path.lstrip("/").partition("/")
+            self._give(self._shelf(name), rest)
+
+    def _shelf(self, name: str) -> Shelf | None:
+        shelves: Mapping[str, Shelf] = self.server.shelves  # type: ignore[attr-defined]
+        return shelves.get(name)
+
+    def _none(self, why: str, status: int = 404) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", why)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _list(self, shelf: Shelf | None, told: Any) -> None:
+        if shelf is None:
+            self._none("RepoNotFound")
+            return
+        text = json.dumps(told(shelf)).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text)
+
+    def _give(self, shelf: Shelf | None, path: str) -> None:
+        file = shelf.file(path) if shelf else None
+        if shelf is None or file is None:
+            self._none("EntryNotFound" if shelf else "RepoNotFound")
+            return
+        if not shelf.is_right(file):
+            self._none("NotVerified", 503)
+            return
+        first, last = self._range(file.size)
+        if first and first >= file.size:
+            self._none("RangeNotSatisfiable", 416)
+            return
+        ranged = "Range" in self.headers and file.size > 0
+        self.send_response(206 if ranged else 200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("ETag", f'"{file.sha256}"')
+        self.send_header("X-Repo-Commit", shelf.commit)
+        self.send_header("X-Linked-Size", str(file.size))
+        self.send_header("X-Linked-Etag", f'"{file.sha256}"')
+        if ranged:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{file.size}")
+        self.send_header("Content-Length", str(last - first + 1))
+        self.end_headers()
+        if self.command == "GET" and file.size:
+            with (shelf.model.folder / path).open("rb") as content:
+                self.connection.sendfile(content, first, last - first + 1)
+
+    def _range(self, size: int) -> tuple[int, int]:
+        """First and last byte that are asked for."""
+        found = RANGE.fullmatch(self.headers.get("Range", ""))
+        if not found:
+            return 0, size - 1
+        return int(found[1]), min(int(found[2] or size - 1), size - 1)
+
+
+def _huggingface(shelf: Shelf) -> dict[str, Any]:
+    """https://huggingface.co/docs/hub/api"""
+    name = shelf.repositories[0] if shelf.repositories else shelf.model.name
+    rows = [{"rfilename": row["path"], **row} for row in _tree(shelf)]
+    return {"id": name, "modelId": name, "sha": shelf.commit, "private": False, "siblings": rows}
+
+
+def _tree(shelf: Shelf) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "file",
+            "path": file.path,
+            "size": file.size,
+            "oid": file.sha256,
+            "lfs": {"oid": file.sha256, "sha256": file.sha256, "size": file.size, "pointerSize": 130},
+        }
+        for file in shelf.model.files
+    ]
+
+
+def _modelscope(shelf: Shelf) -> dict[str, Any]:
+    """What ModelScope's own client reads (https://github.com/modelscope/modelscope, hub/api.py)."""
+    rows = [
+        {
+            "Path": file.path,
+            "Name": file.path.rpartition("/")[2],
+            "Type": "blob",
+            "Size": file.size,
+            "Sha256": file.sha256,
+            "Revision": shelf.commit,
+        }
+        for file in shelf.model.files
+    ]
+    return {"Code": 200, "Success": True, "Data": {"Files": rows}}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves shelves under every name that they have."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], shelves: Iterable[Shelf]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.shelves = {name: shelf for shelf in shelves for name in (shelf.model.name, *shelf.repositories)}
+        super().__init__(address, Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is its own affair."""
+
+
+def serve(listen: Sequence[Any], shelves: Iterable[Shelf]) -> None:
+    """Serves until it is interrupted."""
+    with Server((str(listen[0]), int(listen[1])), shelves) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    serve(given["listen"], [Shelf.of(row) for row in given["models"]])

@@ -1,0 +1,176 @@
+"""A depot speaks like a hub, gives away what was verified, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bringup import depots, hubs, models
+from bringup.catalog import Catalog
+from bringup.errors import HostFailed, UsageError
+from bringup.node import depot, download, store
+from tests.standin.hub import REPOSITORY, REVISION, Hub, serving
+
+BIG = random.Random(3).randbytes(200_000)
+FILES = {"config.json": b'{"a": 1}', "parts/big.bin": BIG, "empty.txt": b""}
+OTHER = "f" * 40
+
+
+def row(folder: Path) -> dict[str, Any]:
+    for path, data in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    files = [{"path": p, "size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for p, d in FILES.items()]
+    return {
+        "name": "demo",
+        "folder": str(folder),
+        "files": files,
+        "commit": REVISION,
+        "repositories": [REPOSITORY],
+    }
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str, int]]:
+    about = row(tmp_path / "demo")
+    store.finish(store.Model.of(about))
+    with depot.Server(("127.0.0.1", 0), [depot.Shelf.of(about)]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        port = server.server_address[1]
+        yield tmp_path / "demo", f"http://127.0.0.1:{port}", port
+        server.shutdown()
+        thread.join()
+
+
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers), answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "modelscope", "http"])
+def test_a_node_gets_a_model_from_it_as_from_a_hub(
+    kind: str, served: tuple[Path, str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PROGRESS", tmp_path / "progress")
+    _, address, _ = served
+    locator = f"{address}/demo" if kind == "http" else f"{REPOSITORY}@{REVISION}"
+    files = store.Model.of({**row(tmp_path / "again"), "folder": str(tmp_path / "new")}).files
+    model = store.Model("demo", tmp_path / "new", files, (store.Source(kind, locator),))
+    assert store.ensure(model, store.Access(huggingface=address, modelscope=address))["ready"]
+    assert (tmp_path / "new/parts/big.bin").read_bytes() == BIG
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "modelscope"])
+def test_a_lock_that_is_made_from_it_is_the_lock_that_it_serves(
+    kind: str, served: tuple[Path, str, int]
+) -> None:
+    found = hubs.listing(hubs.Hub(kind, served[1]), REPOSITORY, "main")
+    assert {file.path: file.sha256 for file in found.files} == {
+        path: hashlib.sha256(data).hexdigest() for path, data in FILES.items()
+    }
+    assert kind == "modelscope" or found.commit == REVISION
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "first"),
+    [("bytes=150000-", 206, 150_000), ("bytes=10-19", 206, 10), ("bytes=300000-", 416, 0), ("", 200, 0)],
+)
+def test_a_part_of_a_file_can_be_had(
+    wanted: str, status: int, first: int, served: tuple[Path, str, int]
+) -> None:
+    headers = {"Range": wanted} if wanted else {}
+    path = f"/{REPOSITORY}/resolve/{REVISION}/parts/big.bin"
+    code, told, data = ask(served[2], path, **headers)
+    assert code == status
+    if status != 416:
+        last = 20 if wanted == "bytes=10-19" else len(BIG)
+        assert data == BIG[first:last]
+        assert told["ETag"] == f'"{hashlib.sha256(BIG).hexdigest()}"'
+        assert ask(served[2], path, "HEAD", **headers)[1]["Content-Length"] == str(len(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (f"/{REPOSITORY}/resolve/{OTHER}/config.json", "RevisionNotFound"),
+        (f"/api/models/{REPOSITORY}/revision/{OTHER}", "RevisionNotFound"),
+        ("/other/model/resolve/main/config.json", "RepoNotFound"),
+        (f"/{REPOSITORY}/resolve/main/../../etc/passwd", "EntryNotFound"),
+        (f"/{REPOSITORY}/resolve/main/.bringup/ready.json", "EntryNotFound"),
+        ("/demo/%2e%2e/%2e%2e/etc/passwd", "EntryNotFound"),
+        ("/", "RepoNotFound"),
+    ],
+)
+def test_what_it_has_not_it_says_and_nothing_outside_the_lock_is_given(
+    path: str, why: str, served: tuple[Path, str, int]
+) -> None:
+    code, told, data = ask(served[2], path)
+    assert (code, told["X-Error-Code"], data) == (404, why, b"")
+
+
+def test_a_file_that_somebody_has_touched_is_not_given(served: tuple[Path, str, int]) -> None:
+    (served[0] / "config.json").write_bytes(b'{"a": 2}')
+    code, told, _ = ask(served[2], f"/{REPOSITORY}/resolve/main/config.json")
+    assert (code, told["X-Error-Code"]) == (503, "NotVerified")
+
+
+def known(folder: Path) -> Catalog:
+    (folder / "models").mkdir(parents=True)
+    entry = {
+        "title": "Demo",
+        "family": "demo",
+        "licence": "Apache-2.0",
+        "hub": {"huggingface": REPOSITORY},
+        "lock": "demo.lock.yml",
+        "format": "safetensors",
+        "quantisation": "bf16",
+        "weights": {"total_gib": 1},
+        "shape": {"layers": 1, "hidden": 8, "vocab": 8, "heads": 1},
+        "context": 8,
+    }
+    (folder / "models" / "demo.yml").write_text(yaml.safe_dump(entry))
+    files = [models.ModelFile(p, len(d), hashlib.sha256(d).hexdigest()) for p, d in FILES.items()]
+    (folder.parent / "demo.lock.yml").write_text(models.lock_text(REVISION, files, "demo"))
+    return Catalog(folder)
+
+
+def test_it_is_filled_from_a_hub_and_a_second_time_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PROGRESS", tmp_path / "progress")
+    catalog = known(tmp_path / "catalog")
+    hub = Hub(dict(FILES))
+    with serving(hub) as address:
+        access = store.Access(huggingface=address, limits=download.Limits(back_off_s=0.01))
+        assert [one["ready"] for one in depots.shelves(tmp_path / "depot", catalog, tmp_path)] == [False]
+        assert [
+            one["ready"] for one in depots.fill(tmp_path / "depot", ["demo"], access, catalog, tmp_path)
+        ] == [True]
+        asked = len(hub.asked)
+        depots.fill(tmp_path / "depot", ["demo"], access, catalog, tmp_path)
+        assert len(hub.asked) == asked
+    assert (tmp_path / "depot/demo/parts/big.bin").read_bytes() == BIG
+
+
+def test_what_cannot_be_had_or_served_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PROGRESS", tmp_path / "progress")
+    catalog = known(tmp_path / "catalog")
+    hub = Hub({})
+    with serving(hub) as address, pytest.raises(HostFailed, match="is not there"):
+        depots.fill(tmp_path / "depot", ["demo"], store.Access(huggingface=address), catalog, tmp_path)
+    with pytest.raises(UsageError, match="no model is ready"):
+        depots.serve(depots.shelves(tmp_path / "depot", catalog, tmp_path), "127.0.0.1", 0)
