@@ -192,7 +192,7 @@ def logs(
 
     chosen = looking.targets(inventory, limit, service)
     if last_crash:
-        _end(report.show_crashes(looking.crashes(chosen, lines), as_json=json))
+        _end(report.show_crashes(looking.crashes(chosen, lines), as_json=json)[0])
     else:
         _end(report.show_logs(looking.logs(chosen, lines, follow=follow), as_json=json))
 
@@ -410,7 +410,7 @@ def run(
     positional=["log"],
     help={
         "log": "a log, a folder, an archive, or - for standard input (which is read too when it is a pipe)",
-        "inventory": "look at the nodes of this inventory instead: journal and log of the last failure",
+        "inventory": "look at the nodes of this inventory instead: journals, logs of the last failure, kernel",
         "limit": LIMIT,
         "explain": "all that is known about a cause, by its name",
         "json": JSON,
@@ -431,8 +431,11 @@ def diagnose(
     if explain:
         report.show_cause(diagnosis.explain(explain), as_json=json)
     elif inventory:
-        rows = looking.crashes(looking.targets(inventory, limit), looking.CRASH_LINES)
-        _end(report.show_crashes(rows, as_json=json))
+        rows = looking.evidence(looking.targets(inventory, limit), looking.CRASH_LINES)
+        code, found = report.show_crashes(
+            rows, contexts=looking.contexts(inventory), shown=looking.LINES_SHOWN, as_json=json
+        )
+        _end(_errors.Exit.FAILED if found else code)
     elif log or commandline.piped():
         _end(report.show_diagnosis(diagnosis.of_paths([log or "-"]), as_json=json))
     else:

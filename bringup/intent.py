@@ -89,6 +89,8 @@ class Intent(Entry):
     node_services: tuple[ServiceIntent, ...] = ()
     node_model_folder: Folder = "/srv/models"
     node_model_sources: tuple[Source, ...] = ()
+    node_download_hours: tuple[ChangeWindow, ...] = ()
+    node_rack: Annotated[str, Field(min_length=1)] | None = None
     node_change_windows: tuple[ChangeWindow, ...] = ()
     node_user: UserName = "bringup"
     node_log_rotation: LogWish = LogWish()
@@ -116,8 +118,6 @@ def strangers(variables: Mapping[str, Any], where: str) -> list[Problem]:
     known = [*Intent.model_fields, *declared]
     return [
         Problem(f"{where}: {name}", "no role and no plan reads this variable", did_you_mean(name, known))
-    node_download_hours: tuple[ChangeWindow, ...] = ()
-    node_rack: Annotated[str, Field(min_length=1)] | None = None
         for name in odd
         if name not in declared
     ]

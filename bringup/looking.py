@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bringup import ROOT, fleet, remote
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem, UsageError, unknown
 from bringup.fleet import Host
+
+if TYPE_CHECKING:
+    from bringup.planned import HostPlan, Service
+    from bringup.verdicts import Context
 
 PROBE_LIMIT_S = 15.0
 ASK_LIMIT_S = 120.0
@@ -22,6 +26,7 @@ MARGIN_S = 20.0
 
 WATCH_EVERY_S = 5.0
 CRASH_LINES = 400
+LINES_SHOWN = 12
 LOG_FOLDER = "/var/log/bringup"
 FOLLOW_LIMIT_S = 24 * 3600
 AS_ROOT = 'if [ "$(id -u)" = 0 ]; then exec {0}; else exec sudo -n {0}; fi'
@@ -90,6 +95,40 @@ def crashes(chosen: Sequence[Target], lines: int) -> list[dict[str, Any]]:
     return _rows(chosen, {"what": "crash", "lines": lines}, 2 * MARGIN_S)
 
 
+def evidence(chosen: Sequence[Target], lines: int) -> list[dict[str, Any]]:
+    """Rows as `crashes` gives them, with what is there now for a service that has not failed, and `kernel`."""
+    return _rows(chosen, {"what": "evidence", "lines": lines}, 2 * MARGIN_S)
+
+
+def contexts(inventory: str) -> dict[tuple[str, str], Context]:
+    """(host, service) -> what the plan knows about where its evidence comes from; empty for a wrong plan."""
+    from bringup import plan
+
+    try:
+        resolved = plan.load(inventory)
+    except BringupError:
+        return {}
+    return {
+        (host.name, service.name): _context(host, service)
+        for host in resolved.hosts
+        for service in host.services
+    }
+
+
+def _context(host: HostPlan, service: Service) -> Context:
+    from bringup.verdicts import Context
+
+    gpus, links = host.expected.get("gpus"), host.expected.get("links") or {}
+    return Context(
+        platform=host.platform,
+        nvswitch=bool(links.get("nvswitches")) if gpus else None,
+        engine=service.engine,
+        engine_version=service.engine_version,
+        gpu_count=int(gpus["count"]) if gpus else None,
+        arch=host.arch,
+    )
+
+
 def _rows(chosen: Sequence[Target], request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
     """Runs the node's look program on every host; a host that cannot be reached is a row with `state`
     unreachable.
@@ -124,6 +163,7 @@ def _unreached(host: str, service: str, why: str) -> dict[str, Any]:
         "model": "",
         "journal": [],
         "log": [],
+        "kernel": [],
         "when": 0.0,
     }
 

@@ -162,10 +162,9 @@ class Service:
     """One server on one host, fully resolved.
 
     `argv` is the whole command (absolute interpreter or program first) without secrets; `environment` likewise.
-    `unit` is the systemd unit's name without suffix (`bringup-<name>`). `start_timeout_s` bounds the time to a real token.
+    `unit` is the systemd unit without suffix (`bringup-<name>`). `start_timeout_s` bounds the time to a real token.
     `log_markers`: phase name -> regular expression found in the engine's log when the phase ends.
     `metrics_names`: our name (running, waiting, generation_tokens_total, ...) -> the engine's metric name.
-    `log_format`: the engine's name for parsers of its log lines.
     """
 
     name: str

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bringup.planned import Plan
     from bringup.runbooks import Runbook
     from bringup.tuning import Tuned
+    from bringup.verdicts import Context
 
 SCHEMA_VERSION = 1
 WIDTH_OF_FILES = 240
@@ -374,27 +375,37 @@ def show_logs(found: Iterable[tuple[str, str, str]], *, as_json: bool = False) -
     return code
 
 
-def show_crashes(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:
-    """Each service's last failure with its causes, where they are known; FAILED when a host was not
-    reached.
+def show_crashes(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    contexts: Mapping[tuple[str, str], Context] | None = None,
+    shown: int | None = None,
+    as_json: bool = False,
+) -> tuple[Exit, bool]:
+    """Each service's last failure with its causes, where they are known; `contexts` by (host, service), `shown`
+    the last lines of its log that people see (None: all).
+
+    FAILED when a host was not reached; and whether a cause was found that is more than a note.
     """
     from bringup import diagnose
 
-    code = Exit.DONE
+    code, found_any = Exit.DONE, False
     told = []
     for row in rows:
         lost = row.get("state") == "unreachable" or bool(row.get("error"))
         code = Exit.FAILED if lost else code
-        found = diagnose.of_sources({"journal": "\n".join(row["journal"]), "log": "\n".join(row["log"])})
+        sources = {name: "\n".join(row.get(name, ())) for name in ("journal", "log", "kernel")}
+        found = diagnose.of_sources(sources, (contexts or {}).get((row["host"], row["service"])))
+        found_any = found_any or found.exit is Exit.FAILED
         told.append({**row, "causes": found.as_json()["findings"]})
         if not as_json:
-            _show_crash(row, found)
+            _show_crash(row, found, shown)
     if as_json:
         print_json({"services": told})
-    return code
+    return code, found_any
 
 
-def _show_crash(row: Mapping[str, Any], found: Any) -> None:
+def _show_crash(row: Mapping[str, Any], found: Any, shown: int | None) -> None:
     from datetime import UTC, datetime
 
     from bringup import diagnose
@@ -405,10 +416,13 @@ def _show_crash(row: Mapping[str, Any], found: Any) -> None:
         out.print(f"{name}: {row.get('error') or row.get('why')}", style="red", markup=False)
     elif not row["when"]:
         out.print(f"{name}: the journal knows no failure", style="green", markup=False)
+        if found.exit is Exit.FAILED:
+            diagnose.show(found, out)
     else:
         when = datetime.fromtimestamp(row["when"], UTC)
         out.print(f"{name}: failed at {when:%Y-%m-%d %H:%M:%S} UTC", style="bold red", markup=False)
-        for line in (*row["log"], *row["journal"]):
+        lines = (*row["log"], *row["journal"])
+        for line in lines if shown is None else lines[-shown:]:
             out.print(f"    {line}", markup=False)
         diagnose.show(found, out)
 

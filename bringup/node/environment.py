@@ -16,12 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.abc import InspectLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from . import conda, rattler_install
 from .files import locked, read_text, write_atomic
 
 MANIFEST = "bringup-environment.json"
@@ -63,7 +66,8 @@ class Wanted:
     `lock`: text of a list with hashes; `python`: "system", a version such as "3.12" or a path;
     `checks`: commands that must end with 0, a bare name is looked for in the environment first;
     `packages`: of the distribution, installed when the interpreter lacks what makes environments;
-    `planned`: prefixes of all environments that this node must have; `keep`: how many others stay.
+    `planned`: prefixes of all environments that this node must have; `keep`: how many others stay;
+    `tool_lock`: lock of what provider rattler itself needs.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Wanted:
     cache: str = "/var/cache/bringup/packages"
     log: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    tool_lock: str = ""
 
 
 # --- looking ------------------------------------------------------------------------------------------------
@@ -239,8 +244,8 @@ def _write_manifest(wanted: Wanted, started: float) -> None:
 
 
 def packages(prefix: Path) -> dict[str, str]:
-    """Name and version of each Python package in an environment, from its metadata folders."""
-    found = {}
+    """Name and version of each Python and each conda package in an environment, from their records."""
+    found = {f"conda:{name}": version for name, version in conda.installed(prefix).items()}
     for folder in prefix.glob("lib/python3*/site-packages/*.dist-info"):
         name, _, version = folder.name.removesuffix(".dist-info").rpartition("-")
         found[name.lower().replace("_", "-")] = version
@@ -411,7 +416,80 @@ def with_uv(wanted: Wanted, log: Log) -> None:
     log.run([*sync, f"{wanted.prefix}/{LOCK_FILE}"], BUILD_LIMIT_S, "install the packages", settings)
 
 
-PROVIDERS = {"pip": with_pip, "uv": with_uv}
+TOOLS = "/opt/bringup/tools"
+"""Environments of what makes environments; nothing else looks into this folder."""
+
+
+def with_conda(wanted: Wanted, log: Log) -> None:
+    """A prefix filled by conda, mamba or micromamba from files that were fetched and verified here."""
+    prefix = Path(wanted.prefix)
+    with _conda_errors(wanted):
+        program = conda.installer(wanted.provider)
+        listed = conda.parse(wanted.lock)
+        files = _fetched(wanted, listed, log)
+    lock = prefix / "conda-files.txt"
+    lock.write_text(conda.explicit_text(listed, files), encoding="utf-8")
+    conda.make_prefix(prefix)
+    settings = conda.settings_of(wanted.settings, wanted.cache)
+    log.run(conda.command(program, wanted.prefix, str(lock)), BUILD_LIMIT_S, "install the packages", settings)
+
+
+def with_rattler(wanted: Wanted, log: Log) -> None:
+    """The same with no conda at all: rattler's library from the Python index, in an environment of its own."""
+    if not wanted.tool_lock:
+        raise EnvironmentFailed(
+            f"environment {wanted.name}: provider rattler needs the lock of its own library."
+        )
+    with _conda_errors(wanted):
+        files = _fetched(wanted, conda.parse(wanted.lock), log)
+    digest = hashlib.sha256(wanted.tool_lock.encode()).hexdigest()
+    tool = Wanted(
+        name="rattler",
+        provider="pip",
+        prefix=f"{TOOLS}/rattler-{digest[:8]}",
+        lock=wanted.tool_lock,
+        digest=digest,
+        packages=wanted.packages,
+        checks=[["python", "-c", "import rattler"]],
+        cache=wanted.cache,
+        log=wanted.log,
+        settings=wanted.settings,
+        keep=0,
+    )
+    ensure(tool)
+    program = Path(tool.prefix) / "rattler_install.py"
+    program.write_text(_source(rattler_install), encoding="utf-8")
+    argv = [f"{tool.prefix}/bin/python", "-s", str(program), wanted.prefix, f"{wanted.cache}/rattler"]
+    log.run([*argv, *map(str, files)], BUILD_LIMIT_S, "install the packages")
+
+
+def _fetched(wanted: Wanted, listed: Sequence[conda.Package], log: Log) -> list[Path]:
+    return conda.fetch(listed, Path(wanted.cache) / "conda", wanted.settings.get(conda.MIRROR, ""), log.say)
+
+
+@contextmanager
+def _conda_errors(wanted: Wanted) -> Iterator[None]:
+    try:
+        yield
+    except conda.CondaFailed as error:
+        raise EnvironmentFailed(f"environment {wanted.name}: {error}.") from None
+
+
+def _source(module: ModuleType) -> str:
+    """A module's text, also when it lies in the archive that Ansible sends."""
+    loader = module.__loader__
+    text = loader.get_source(module.__name__) if isinstance(loader, InspectLoader) else None
+    if text is None:
+        raise EnvironmentFailed(f"the text of {module.__name__} cannot be had")
+    return text
+
+
+PROVIDERS = {
+    "pip": with_pip,
+    "uv": with_uv,
+    "rattler": with_rattler,
+    **dict.fromkeys(conda.INSTALLERS, with_conda),
+}
 """How each provider fills a prefix from a lock; a new one is a function more."""
 
 

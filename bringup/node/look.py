@@ -1,8 +1,9 @@
-"""What a node's servers are doing right now: sent over SSH and run as root, changes nothing.
+"""What runs on a node to look at its servers: `bringup.looking` sends it with `common` through SSH.
 
-`main(request)` prints one JSON object. `request["what"]` is `status` (every service: unit, a real token,
-model, times, log size), `ask` (one chat completion from each service) or `crash` (what journal and log say
-about the last failure). The API key is read here, on the node: it is in no argv and never leaves it.
+`main(request)` prints one JSON object. `request["what"]` is `status` (every service: unit, a real token, model,
+times, log size), `ask` (one chat completion from each service), `crash` (what journal and log say about the last
+failure) or `evidence` (the same, or what they say now, with the kernel's messages). The API key is read here, on
+the node: it is in no argv and never leaves it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CRASHES = Path("/var/lib/bringup/crashes")
 PROBE_PROMPT = "Say one word."
 JOURNAL_AROUND_S = 60
 JOURNAL_LINES = 60
+KERNEL_LINES = 2000
 TAIL_BYTES = 4 * 1024 * 1024
 PROPERTIES = (
     "LoadState",
@@ -119,6 +121,25 @@ def crash(name: str, lines: int) -> dict[str, Any]:
     return {**row, "when": when, "journal": journal.splitlines(), "log": tail(kept[-1])[-lines:]}
 
 
+def evidence(name: str, lines: int) -> dict[str, Any]:
+    """Everything that may show why a service is not well: its last crash, or else its journal and log since it
+    was last started; and what the kernel said since boot.
+    """
+    row = crash(name, lines)
+    kernel = ["journalctl", "-k", "-b", "-n", str(KERNEL_LINES), "-o", "short-iso", "--no-pager", "--quiet"]
+    row["kernel"] = common.run(kernel)[1].splitlines()
+    if row["error"] or row["when"]:
+        return row
+    unit = f"{common.load(name)['unit']}.service"
+    since = _last_start(common.unit_state(unit, PROPERTIES))
+    # Journalctl takes no ISO time with a zone letter; everything here is UTC.
+    window = ["--since", since.replace("T", " ").rstrip("Z")] if since else ["-b"]
+    shape = ["-n", str(lines), "-o", "short-iso", "--no-pager", "--quiet"]
+    row["journal"] = common.run(["journalctl", "-u", unit, *window, *shape])[1].splitlines()
+    row["log"] = tail(LOGS / name / "engine.log")[-lines:]
+    return row
+
+
 def _named_time(name: str) -> float:
     """Epoch seconds of a file's name that begins with `20261129T231117Z`; 0.0 for another."""
     try:
@@ -179,6 +200,7 @@ def main(request: Mapping[str, Any]) -> None:
         "status": lambda name: status(name, limit),
         "ask": lambda name: ask(name, request["prompt"], int(request["tokens"]), limit),
         "crash": lambda name: crash(name, int(request.get("lines", 80))),
+        "evidence": lambda name: evidence(name, int(request.get("lines", 80))),
     }
     found = names(request.get("services"))
     with ThreadPoolExecutor(max(1, len(found))) as pool:

@@ -58,13 +58,20 @@ def refresh(options: Sequence[str] = ()) -> None:
 
 
 def install(
-    names: Sequence[str], journal: Journal, limit_s: int, versions_of: Mapping[str, str] | None = None
+    names: Sequence[str],
+    journal: Journal,
+    limit_s: int,
+    versions_of: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
 ) -> None:
-    """Installs packages, each at its version where one is given. Raises PackagesFailed; the journal knows."""
+    """Installs packages, each at its version where one is given, in place of those in `without`.
+
+    Raises PackagesFailed; the journal knows what was changed.
+    """
     words = [f"{name}={versions_of[name]}" if versions_of and name in versions_of else name for name in names]
     journal.begin_install()
     argv = ["apt-get", *WAIT, *KEEP_FILES, "install", "-q", "-y", "--no-install-recommends"]
-    argv += ["--allow-downgrades", "--allow-change-held-packages", *words]
+    argv += ["--allow-downgrades", "--allow-change-held-packages", *words, *(f"{name}-" for name in without)]
     code, said = run(argv, limit_s)
     journal.end_install()
     if code != 0:

@@ -90,7 +90,8 @@ def shm_bytes(wish: str) -> int:
     if unit == "%":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(pages * number // 100)
-    return number * 1024 ** int("KMGT".index(unit) + 1 if unit else 0)
+    factor: int = 1024 ** ("KMGT".index(unit) + 1 if unit else 0)
+    return number * factor
 
 
 def shared_memory(wish: str, check_only: bool) -> tuple[list[str], list[dict[str, str]]]:

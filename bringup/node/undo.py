@@ -88,6 +88,7 @@ class Journal:
             "packages": {"added": [], "replaced": {}},
             "installing": None,
             "holds": [],
+            "held": [],
             "after": [],
         }
         with suppress(OSError, ValueError):
@@ -150,6 +151,9 @@ class Journal:
         """Before packages change: what is installed now. An earlier begin without its end stays."""
         if self.data["installing"] is None:
             self.data["installing"] = installed()
+            # What this role holds itself is no state of before.
+            others = {*run(["apt-mark", "showhold"])[1].split()} - {*self.data["holds"]}
+            self.data["held"] = sorted({*self.data["held"], *others})
             self.save()
 
     def end_install(self, keep: bool = True) -> None:
@@ -221,7 +225,7 @@ class Journal:
         if self.data["installing"] is not None:
             self.end_install(keep=not check)
         now = installed()
-        holds = [name for name in self.data["holds"] if name]
+        holds = [name for name in self.data["holds"] if name not in self.data["held"]]
         if holds:
             done.append(f"unhold {' '.join(holds)}")
             if not check:
@@ -244,6 +248,8 @@ class Journal:
             code, said = (0, "") if check else run(words)
             if code != 0:
                 failed.append(f"{' '.join(words)}: {said[-600:]}")
+        if back and self.data["held"] and not check and not failed:
+            run(["apt-mark", "hold", *self.data["held"]])
 
     def _paths_back(self, done: list[str], failed: list[str], check: bool) -> None:
         # Deepest first, so that a folder is empty when its turn comes.

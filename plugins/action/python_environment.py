@@ -8,6 +8,8 @@ from typing import Any
 from ansible.plugins.action import ActionBase
 
 ROOT = Path(__file__).resolve().parents[2]
+RATTLER = "catalog/tools/py-rattler.txt"
+"""Lock of the library that installs conda packages without conda."""
 
 
 class ActionModule(ActionBase):
@@ -22,6 +24,9 @@ class ActionModule(ActionBase):
         lock = ROOT / str(arguments.pop("lock"))
         try:
             arguments["lock_text"] = lock.read_text(encoding="utf-8")
+            if arguments.get("provider") == "rattler":
+                lock = ROOT / RATTLER
+                arguments["tool_lock"] = lock.read_text(encoding="utf-8")
         except OSError as error:
             name = arguments.get("name")
             return {**result, "failed": True, "msg": f"environment {name}: lock {lock}: {error.strerror}"}

@@ -70,6 +70,10 @@ options:
     description: Environment variables for the provider, such as a mirror's address.
     type: dict
     default: {}
+  tool_lock:
+    description: Lock of what provider C(rattler) itself needs; the action fills it in.
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -115,6 +119,7 @@ def main() -> None:
             "cache": {"type": "path", "default": "/var/cache/bringup/packages"},
             "log": {"type": "path", "required": True},
             "settings": {"type": "dict", "default": {}},
+            "tool_lock": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )

@@ -5,6 +5,7 @@ what tuning changed is put back.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,21 @@ def test_a_server_against_itself_is_the_same_or_cannot_be_told(pair: Site, measu
             return
         measured = done
     pytest.fail(f"the same server was {', '.join(verdicts)} than itself")
+
+
+def test_a_server_that_became_slower_fails_the_gate(pair: Site, measured: Done, tmp_path: Path) -> None:
+    """A hundred times slower than what the file says was measured before."""
+    data = json.loads((ROOT / "runs" / measured.data["run"] / "bench.json").read_text())
+    for target in data["targets"]:
+        for item in target["measured"]:
+            item["values"]["output_tok_s"] = [100 * value for value in item["values"]["output_tok_s"]]
+    (tmp_path / "before.json").write_text(json.dumps(data))
+    done = pair.invoke(
+        "bench", "--limit", pair.names[0], "--against", str(tmp_path / "before.json"), "--json"
+    )
+    assert done.code == Exit.GATE, done.text
+    assert done.data["verdict"] == "worse"
+    assert done.data["failed_gates"]
 
 
 def test_a_suite_or_run_that_does_not_exist_is_refused_before_anything_runs(pair: Site) -> None:

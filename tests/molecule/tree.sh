@@ -1,12 +1,13 @@
 #!/bin/bash
 # Writes down all files of a node (type, rights, owner, link target, SHA-256) to FILE, or compares with it.
 #   tree.sh write FILE    tree.sh compare FILE
-# Logs, caches, the package manager's own books and what a boot makes are left out: no undo can or should touch them.
+# Logs, caches, the package manager's own books, built kernel modules, what a twin
+# writes for itself and what a boot makes are left out: no undo can or should touch them.
 set -euo pipefail
 books() {
   cd /
   places=(etc usr opt srv var/lib boot)
-  skip='^/?(etc/(ld\.so\.cache|.*\.dpkg-new|machine-id|mtab)|var/lib/(dpkg|apt|systemd|private|ucf|logrotate|dbus)/.*|var/lib/(systemd|private)|etc/\.pwd\.lock|usr/.*/__pycache__(/.*)?)'
+  skip='^/?(etc/(twin(/.*)?|apt/sources\.list\.d/twin\.list|ld\.so\.cache|.*\.dpkg-new|machine-id|mtab)|var/lib/(dpkg|apt|systemd|private|ucf|logrotate|dbus|twin)(/.*)?|var/lib/(systemd|private)|etc/\.pwd\.lock|usr/.*/__pycache__(/.*)?|usr/lib/modules/.*)'
   find "${places[@]}" -xdev \( -type f -o -type l -o -type d \) -printf '%p %y %m %U:%G %l\n' | grep -Ev "$skip" | sort
   find "${places[@]}" -xdev -type f -print0 | grep -zEv "$skip" | sort -z | xargs -0 sha256sum
 }

@@ -17,6 +17,7 @@ from bringup import depots, hubs, models
 from bringup.catalog import Catalog
 from bringup.errors import HostFailed, UsageError
 from bringup.node import depot, download, store
+from bringup.planned import ModelFile
 from tests.standin.hub import REPOSITORY, REVISION, Hub, serving
 
 BIG = random.Random(3).randbytes(200_000)
@@ -143,7 +144,7 @@ def known(folder: Path) -> Catalog:
         "context": 8,
     }
     (folder / "models" / "demo.yml").write_text(yaml.safe_dump(entry))
-    files = [models.ModelFile(p, len(d), hashlib.sha256(d).hexdigest()) for p, d in FILES.items()]
+    files = [ModelFile(p, len(d), hashlib.sha256(d).hexdigest()) for p, d in FILES.items()]
     (folder.parent / "demo.lock.yml").write_text(models.lock_text(REVISION, files, "demo"))
     return Catalog(folder)
 

@@ -11,6 +11,7 @@ import pytest
 from bringup import catalog, plan, stores
 from bringup.errors import HostFailed
 from bringup.inventory import Host, Inventory
+from bringup.planned import Plan
 from bringup.rolevars import model_store
 
 NIGHT = stores.Hours(("22:00-06:00",), stores.GIB, 3600)
@@ -52,7 +53,7 @@ def test_only_what_is_wrong_counts() -> None:
     assert stores.missing_bytes(model, {"b": "is missing"}) == 7
 
 
-def site(racks: list[str | None], **keys: Any) -> plan.Plan:
+def site(racks: list[str | None], **keys: Any) -> Plan:
     service = {"name": "glm", "profile": "h20-141gb-glm-5.1-fp8-sglang-0.5.10-tuned", "port": 8000}
     own = {"node_platform": "h20-141gb", "node_services": [service], **keys}
     hosts = [

@@ -1,0 +1,359 @@
+"""CUDA on a node: the toolkit, the libraries that compilers link against, and whether the GPUs answer.
+
+Programs need `libcuda.so.1`, which the driver brings. What compiles at run time links against `libcuda.so` (and
+`libcudart.so`, `libnvrtc.so`), which a driver alone does not bring. Such a link is made only where the linker finds
+none, in a folder of our own that servers get in LIBRARY_PATH: nothing is written into the system's folders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import libraries, place
+from .undo import run
+
+ROLE = "cuda_runtime"
+LINKS = Path("/opt/bringup/cuda/lib")
+"""Folder of our links; servers have it in LIBRARY_PATH."""
+
+DRIVER = "libcuda.so"
+RUNTIME = ("libcudart.so", "libnvrtc.so")
+TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
+"""What the toolkit calls each architecture of a server (https://docs.nvidia.com/cuda/sbsa-installation-guide/)."""
+
+TOOLKITS = ("/usr/local/cuda", "/usr/local/cuda-*")
+SMOKE_LIMIT_S = 180
+"""Seconds that asking the GPUs may take: without persistence each is initialised first."""
+
+LINK_LIMIT_S = 60
+COPY_BYTES = 256 * 1024 * 1024
+COPIES = 8
+MINOR = 76
+MAJOR = 75
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit: its folder, its version as "13.0", its libraries' folders (stubs last)."""
+
+    home: str
+    version: str
+    folders: tuple[str, ...]
+
+
+# --- looking ------------------------------------------------------------------------------------------------
+
+
+def toolkits(extra: Sequence[str] = (), machine: str | None = None) -> list[Toolkit]:
+    """Toolkits on the node that have a compiler, the newest first; the same folder under two names counts once."""
+    found: dict[str, Toolkit] = {}
+    for pattern in (*extra, *TOOLKITS):
+        for home in sorted(Path("/").glob(pattern.lstrip("/"))):
+            if (home / "bin" / "nvcc").exists():
+                made = Toolkit(
+                    str(home), version_of(home), library_folders(home, machine or platform.machine())
+                )
+                found.setdefault(str(home.resolve()), made)
+    return sorted(
+        found.values(), key=lambda one: [int(part) for part in re.findall(r"\d+", one.version)], reverse=True
+    )
+
+
+def version_of(home: Path) -> str:
+    """A toolkit's version, from its own `version.json`, its folder's name, or its compiler."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        text = str(json.loads((home / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
+        return ".".join(text.split(".")[:2])
+    match = re.fullmatch(r"cuda-(\d+\.\d+)", home.resolve().name)
+    if match:
+        return match[1]
+    said = re.search(r"release (\d+\.\d+)", run([str(home / "bin" / "nvcc"), "--version"], LINK_LIMIT_S)[1])
+    return said[1] if said else ""
+
+
+def library_folders(home: Path, machine: str) -> tuple[str, ...]:
+    """Where a toolkit keeps what is linked against: lib64, or targets/<architecture>/lib, then their stubs."""
+    bases = [home / "lib64", home / "targets" / TARGETS.get(machine, "none") / "lib", home / "lib"]
+    there = [base for base in bases if base.is_dir()]
+    folders = [*there, *(base / "stubs" for base in there if (base / "stubs").is_dir())]
+    kept: dict[str, str] = {}
+    for folder in folders:
+        kept.setdefault(str(folder.resolve()), str(folder))
+    return tuple(kept.values())
+
+
+def environment(toolkit: Toolkit | None, has_links: bool) -> dict[str, str]:
+    """What a server must have in its environment to compile: the compiler on PATH, and where the linker looks."""
+    paths = [str(LINKS)] if has_links else []
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    if not toolkit:
+        return {"LIBRARY_PATH": ":".join(paths)} if paths else {}
+    paths += toolkit.folders
+    found = {"CUDA_HOME": toolkit.home, "PATH": f"{toolkit.home}/bin:{path}"}
+    return {**found, "LIBRARY_PATH": ":".join(paths)} if paths else found
+
+
+def links_without(name: str, folders: Sequence[str]) -> bool:
+    """Does the linker find `-l<name>` by itself, or in these folders? Asked of a compiler where there is one, else
+    looked up: the linker wants a file without a version."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    stem = name.removeprefix("lib").removesuffix(".so")
+    if compiler:
+        with tempfile.TemporaryDirectory() as folder:
+            argv = [
+                compiler,
+                "-x",
+                "c",
+                "-",
+                "-o",
+                f"{folder}/a.out",
+                *(f"-L{path}" for path in folders),
+                f"-l{stem}",
+            ]
+            try:
+                done = subprocess.run(
+                    # Undefined symbols are of no interest: does it find the library?
+                    [*argv, "-Wl,--unresolved-symbols=ignore-all", "-Wl,--no-as-needed"],
+                    input=b"int main(void) { return 0; }\n",
+                    capture_output=True,
+                    timeout=LINK_LIMIT_S,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                return _found(name, folders)
+            return b"cannot find" not in done.stderr
+    return _found(name, folders)
+
+
+def _found(name: str, folders: Sequence[str]) -> bool:
+    triplet = f"/usr/lib/{platform.machine()}-linux-gnu"
+    usual = (
+        triplet,
+        f"/lib/{platform.machine()}-linux-gnu",
+        "/usr/lib64",
+        "/lib64",
+        "/usr/lib",
+        "/usr/local/lib",
+    )
+    return any((Path(folder) / name).exists() for folder in (*folders, *usual))
+
+
+def missing_links(toolkit: Toolkit | None, cache: Mapping[str, str]) -> dict[str, str]:
+    """Links that have to be made, name -> target: for each library that is there with a version only."""
+    folders = toolkit.folders if toolkit else ()
+    wanted: dict[str, str] = {}
+    target = cache.get(f"{DRIVER}.1")
+    if target and not links_without(DRIVER, folders):
+        wanted[DRIVER] = target
+    for name in RUNTIME:
+        there = _versioned(name, folders, cache)
+        if there and not links_without(name, folders):
+            wanted[name] = there
+    return wanted
+
+
+def _versioned(name: str, folders: Sequence[str], cache: Mapping[str, str]) -> str:
+    """The newest file `libx.so.N` in the toolkit's folders, else in the loader's cache; "" for none."""
+    found = [
+        path for folder in folders for path in Path(folder).glob(f"{name}.*") if "stubs" not in path.parts
+    ]
+    found += [Path(path) for entry, path in cache.items() if entry.startswith(f"{name}.")]
+    short = [path for path in found if re.fullmatch(rf"{re.escape(name)}\.\d+(\.\d+)?", path.name)]
+    return (
+        str(max(short, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]))
+        if short
+        else ""
+    )
+
+
+# --- asking the GPUs ----------------------------------------------------------------------------------------
+
+
+def ask(bandwidth: bool) -> dict[str, Any]:
+    """GPUs through the driver's own library, in this process: {cuda, gpus: [{name, sm, memory, ...}]}. Raises OSError
+    without the library, RuntimeError with the driver's own words."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        code = getattr(cuda, name)(*arguments)
+        if code != 0:
+            text = ctypes.c_char_p()
+            with suppress(AttributeError):
+                cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {(text.value or b'error').decode()} ({code})")
+
+    number = ctypes.c_int()
+    call("cuInit", 0)
+    call("cuDriverGetVersion", ctypes.byref(number))
+    version = number.value
+    call("cuDeviceGetCount", ctypes.byref(number))
+    gpus = []
+    for index in range(number.value):
+        device, size, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        call("cuDeviceGet", ctypes.byref(device), index)
+        if hasattr(cuda, "bringup_stand_in"):
+            # A twin's library answers to four functions and computes nothing.
+            gpus.append({"name": "stand-in", "sm": "", "memory": 0})
+            continue
+        call("cuDeviceGetName", name, 128, device)
+        call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+        call("cuDeviceGetAttribute", ctypes.byref(major), MAJOR, device)
+        call("cuDeviceGetAttribute", ctypes.byref(minor), MINOR, device)
+        row = {"name": name.value.decode(), "sm": f"{major.value}.{minor.value}", "memory": size.value}
+        gpus.append({**row, **(_bandwidth(call, device) if bandwidth else {})})
+    return {"cuda": f"{version // 1000}.{version % 1000 // 10}", "gpus": gpus}
+
+
+def _bandwidth(call: Any, device: ctypes.c_int) -> dict[str, float]:
+    """GB/s (10**9 bytes) from pinned host memory to the GPU, and within its memory (read and written)."""
+    context, host, first, second = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuCtxSetCurrent", context)
+    call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(COPY_BYTES), 0)
+    call("cuMemAlloc_v2", ctypes.byref(first), ctypes.c_size_t(COPY_BYTES))
+    call("cuMemAlloc_v2", ctypes.byref(second), ctypes.c_size_t(COPY_BYTES))
+
+    def timed(name: str, *arguments: Any) -> float:
+        call(name, *arguments)
+        call("cuCtxSynchronize")
+        begun = time.perf_counter()
+        for _ in range(COPIES):
+            call(name, *arguments)
+        call("cuCtxSynchronize")
+        return COPIES * COPY_BYTES / (time.perf_counter() - begun) / 1e9
+
+    size = ctypes.c_size_t(COPY_BYTES)
+    to_gpu = timed("cuMemcpyHtoD_v2", first, host, size)
+    within = 2 * timed("cuMemcpyDtoD_v2", second, first, size)
+    for pointer in (first, second):
+        call("cuMemFree_v2", pointer)
+    call("cuMemFreeHost", host)
+    call("cuDevicePrimaryCtxRelease_v2", device)
+    return {"host_gbps": round(to_gpu, 1), "memory_gbps": round(within, 1)}
+
+
+def smoke(bandwidth: bool = False) -> dict[str, Any]:
+    """`ask` in a process of its own, which may hang or die: its answer, else {"problem": why}."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _answer_and_exit(writer, bandwidth)
+    os.close(writer)
+    try:
+        return _read_answer(reader)
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer_and_exit(writer: int, bandwidth: bool) -> NoReturn:
+    try:
+        answer = ask(bandwidth)
+    except (OSError, RuntimeError, AttributeError) as error:
+        answer = {"problem": str(error)}
+    os.write(writer, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _read_answer(reader: int) -> dict[str, Any]:
+    """One JSON object, which fits into a pipe."""
+    ready, _, _ = select.select([reader], [], [], SMOKE_LIMIT_S)
+    if not ready:
+        return {"problem": f"the driver did not answer within {SMOKE_LIMIT_S} s"}
+    content = os.read(reader, 1 << 16)
+    if not content:
+        return {"problem": "the asking process died; see dmesg"}
+    answer: dict[str, Any] = json.loads(content)
+    return answer
+
+
+def complaints(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    """What a smoke check found wrong. `expected`: gpus, sm, host_gbps, memory_gbps (at least; 0: do not mind)."""
+    if "problem" in answer:
+        yield f"CUDA does not start: {answer['problem']}"
+        return
+    rows = answer["gpus"]
+    if len(rows) != expected["gpus"]:
+        yield f"CUDA sees {len(rows)} of {expected['gpus']} GPUs"
+    for number, row in enumerate(rows):
+        if expected["sm"] and row["sm"] and row["sm"] != expected["sm"]:
+            yield f"GPU {number} ({row['name']}) has compute capability {row['sm']}, the platform {expected['sm']}"
+        for name, what in (("host_gbps", "from host memory"), ("memory_gbps", "within its memory")):
+            if expected[name] and name in row and row[name] < expected[name]:
+                yield f"GPU {number} copies {row[name]} GB/s {what}, at least {expected[name]:g} are expected"
+
+
+# --- on the node --------------------------------------------------------------------------------------------
+
+
+def drop_in(file: str) -> str:
+    """The text that gives a server these variables. They come from a file of their own: what is in a unit's
+    EnvironmentFile= wins over its Environment= (systemd.exec(5)), and the later of two files over the earlier."""
+    return f"# Written by bringup: where this node's CUDA toolkit is.\n[Service]\nEnvironmentFile={file}\n"
+
+
+def environment_file(variables: Mapping[str, str]) -> str:
+    """The file that a drop-in names."""
+    return "".join(f'{name}="{value}"\n' for name, value in sorted(variables.items()))
+
+
+def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
+    """Links, the servers' environment, and a smoke check.
+
+    Gives {changed, changed_paths, toolkit, toolkit_version, links, smoke, problems, diff}. `given`: services (name,
+    drop_in, environment_file, keeps: variables that the plan sets itself), homes, expected, check_gpus, bandwidth.
+    Raises PlaceFailed, OSError.
+    """
+    found = toolkits(given["homes"])
+    toolkit = found[0] if found else None
+    links = missing_links(toolkit, libraries.loaded())
+    entries: list[dict[str, Any]] = []
+    if links:
+        entries += [
+            {"path": str(path), "state": "directory", "mode": "0755"} for path in (LINKS.parent, LINKS)
+        ]
+    for name in (DRIVER, *RUNTIME):
+        path = str(LINKS / name)
+        if name in links:
+            entries.append({"path": path, "state": "link", "target": links[name]})
+        else:
+            entries.append({"path": path, "state": "absent"})
+    variables = environment(toolkit, bool(links))
+    for service in given["services"]:
+        file, part = str(service["environment_file"]), str(service["drop_in"])
+        own = {name: value for name, value in variables.items() if name not in service["keeps"]}
+        if own:
+            entries.append({"path": file, "content": environment_file(own)})
+            entries.append({"path": part, "content": drop_in(file)})
+        else:
+            entries += [{"path": path, "state": "absent"} for path in (part, file)]
+    placed = place.apply(entries, check_only, ROLE)
+    has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and "libcuda.so.1" in libraries.loaded()
+    answer = smoke(bool(given["bandwidth"])) if given["check_gpus"] and has_gpus else {}
+    problems = list(complaints(answer, given["expected"])) if answer else []
+    return {
+        **placed,
+        "toolkit": toolkit.home if toolkit else "",
+        "toolkit_version": toolkit.version if toolkit else "",
+        "links": links,
+        "smoke": answer,
+        "problems": problems,
+    }
