@@ -295,7 +295,8 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
     caught.counting = True
     thread.start()
     descriptor = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as log:
+    # Line by line: what a controller had seen before it was killed is what a resumed run goes by.
+    with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
         while thread.is_alive() or not inbox.empty():
             for event in _waiting(inbox):
                 failure = tally.feed(event)
