@@ -35,6 +35,14 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         raise
 
 
+def sweep(path: Path) -> None:
+    """Removes what writers of this file left beside it when they were killed; what lives is left alone."""
+    for beside in path.parent.glob(f".{path.name}.*.tmp"):
+        writer = beside.name.split(".")[-2]
+        if not Path("/proc", writer).exists():
+            beside.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Puts renames in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

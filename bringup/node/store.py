@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from . import contents, download
 from . import fetch as fetch_program
-from .files import locked, read_text, sync_folder, write_atomic
+from .files import locked, read_text, sweep, sync_folder, write_atomic
 
 SCHEMA_VERSION = 1
 OURS = ".bringup"
@@ -562,6 +562,7 @@ def finish(model: Model) -> None:
         download.partial_of(model.folder / file.path).unlink(missing_ok=True)
     for name in stamp_of(model.folder).keys() - {file.path for file in model.files}:
         (model.folder / name).unlink(missing_ok=True)
+    sweep(model.folder / READY)
     write_atomic(model.folder / READY, ready_text(model, time.time()))
     sync_folder(model.folder)
 

@@ -205,14 +205,14 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(hub: Hub, port: int = 0) -> Iterator[str]:
+def serving(hub: Hub, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
     """Serves until the block ends; gives the address."""
-    server = _Server(("127.0.0.1", port), Handler)
+    server = _Server((host, port), Handler)
     server.hub = hub
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{host}:{server.server_address[1]}"
     finally:
         hub.stop.set()
         server.shutdown()

@@ -150,6 +150,21 @@ def test_a_hub_that_refuses_is_left_for_the_next_source_at_once(fault: str, tmp_
     assert contents_of(model.folder) == FILES
 
 
+def test_a_stamp_that_was_half_written_when_its_writer_was_killed_goes_and_a_living_writers_stays(
+    tmp_path: Path,
+) -> None:
+    with serving(Hub(dict(FILES))) as address:
+        model = model_in(tmp_path, address)
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait(10)
+        beside = [model.folder / f".bringup/.ready.json.{pid}.tmp" for pid in (gone.pid, os.getppid())]
+        beside[0].parent.mkdir(parents=True)
+        for path in beside:
+            path.write_text("{")
+        store.ensure(model, access(address))
+    assert [path.exists() for path in beside] == [False, True]
+
+
 def test_no_lock_file_stays_beside_the_folder(tmp_path: Path) -> None:
     with serving(Hub(dict(FILES))) as address:
         store.ensure(model_in(tmp_path, address), access(address))
