@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.abc import InspectLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -477,11 +476,11 @@ def _conda_errors(wanted: Wanted) -> Iterator[None]:
 
 def _source(module: ModuleType) -> str:
     """A module's text, also when it lies in the archive that Ansible sends."""
-    loader = module.__loader__
-    text = loader.get_source(module.__name__) if isinstance(loader, InspectLoader) else None
+    get_source = getattr(module.__loader__, "get_source", None)
+    text = get_source(module.__name__) if get_source else None
     if text is None:
         raise EnvironmentFailed(f"the text of {module.__name__} cannot be had")
-    return text
+    return str(text)
 
 
 PROVIDERS = {
