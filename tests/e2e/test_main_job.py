@@ -6,6 +6,7 @@ The tests stand in the order of one story and share its nodes; each leaves them 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import os
 import signal
@@ -45,6 +46,10 @@ def main_pid(name: str, service: str) -> str:
     return on(name, f"systemctl show -P MainPID {service}")
 
 
+def inactive(name: str, service: str) -> bool:
+    return on(name, f"systemctl show -P ActiveState {service}") == "inactive"
+
+
 def processes(name: str, service: str) -> list[str]:
     """Pids in the control group of a unit."""
     path = on(name, f"systemctl show -P ControlGroup {service}")
@@ -68,7 +73,7 @@ def test_two_bare_nodes_come_to_a_real_answer(pair: Site) -> None:
     assert all(count > 0 for count in changes(done).values())
     assert done.data["schema_version"] >= 1
     for name in pair.names:
-        until(f"{name} answers", lambda name=name: answers(name, port(pair)))
+        until(f"{name} answers", functools.partial(answers, name, port(pair)))
 
 
 def test_the_report_prints_addresses_and_a_real_completion(pair: Site) -> None:
@@ -200,9 +205,7 @@ def test_scheduled_restarts_never_take_both_nodes_down(pair: Site) -> None:
         for name in pair.names:
             until(
                 f"the restart on {name} has ended",
-                lambda name=name: (
-                    on(name, f"systemctl show -P ActiveState bringup-restart-{service}.service") == "inactive"
-                ),
+                functools.partial(inactive, name, f"bringup-restart-{service}.service"),
                 limit=120,
             )
     finally:
