@@ -69,10 +69,7 @@ def fill(
     wanted = list(dict.fromkeys(part for name in names for part in _parts(name, known)))
     missing = [name for name in wanted if name not in rows]
     if missing:
-        raise UsageError(
-            Problem(f"model {name}", "has no lock or is on no hub", f"invoke models.lock {name}")
-            for name in missing
-        )
+        raise UsageError(_unserved(name, known) for name in missing)
     problems = []
     for name in wanted:
         try:
@@ -84,17 +81,34 @@ def fill(
     return shelves(folder, known, root)
 
 
+def _unserved(name: str, known: Catalog) -> Problem:
+    if known.model(name).made_by:
+        return Problem(
+            f"model {name}", "is made on the controller and goes to nodes from there, not from a depot"
+        )
+    return Problem(
+        f"model {name}",
+        "has no lock yet, and a depot gives away only what a lock vouches for",
+        f"invoke models.lock {name}",
+    )
+
+
 def _parts(name: str, known: Catalog) -> list[str]:
     graft = known.model(name).graft
     return [graft.base, name] if graft else [name]
 
 
-def serve(rows: Sequence[Mapping[str, Any]], address: str, port: int) -> None:
-    """Serves what is ready, until it is interrupted. Raises UsageError when nothing is or the port is taken."""
-    ready = [depot.Shelf.of(row) for row in rows if row["ready"]]
-    if not ready:
+def ready(rows: Sequence[Mapping[str, Any]]) -> list[depot.Shelf]:
+    """The models that can be served. Raises UsageError when there is none."""
+    shelves = [depot.Shelf.of(row) for row in rows if row["ready"]]
+    if not shelves:
         raise UsageError("models.depot: no model is ready in this folder; name some with --models")
+    return shelves
+
+
+def serve(shelves: Sequence[depot.Shelf], address: str, port: int) -> None:
+    """Serves until it is interrupted. Raises UsageError when the port is taken."""
     try:
-        depot.serve((address, port), ready)
+        depot.serve((address, port), shelves)
     except OSError as error:
         raise UsageError(f"models.depot: cannot listen on {address}:{port}: {error.strerror}") from None

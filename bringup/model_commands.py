@@ -212,13 +212,11 @@ def depot(
     shown = [{**row, "bytes": sum(file["size"] for file in row["files"])} for row in rows]
     _print("models.depot", shown, ["name", "repositories", "commit", "bytes", "ready"], json)
     if not fill:
+        shelves = depots.ready(rows)
         host = f"[{bind}]" if ":" in bind else bind
-        print(
-            f"serving; on the nodes: model_store_huggingface: http://{host}:{port}",
-            file=sys.stderr,
-            flush=True,
-        )
-        depots.serve(rows, bind, port)
+        said = f"serving {len(shelves)}; on the nodes: model_store_huggingface: http://{host}:{port}"
+        print(said, file=sys.stderr, flush=True)
+        depots.serve(shelves, bind, port)
 
 
 @task(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,4 +175,9 @@ def test_what_cannot_be_had_or_served_is_said(tmp_path: Path, monkeypatch: pytes
     with serving(hub) as address, pytest.raises(HostFailed, match="is not there"):
         depots.fill(tmp_path / "depot", ["demo"], store.Access(huggingface=address), catalog, tmp_path)
     with pytest.raises(UsageError, match="no model is ready"):
-        depots.serve(depots.shelves(tmp_path / "depot", catalog, tmp_path), "127.0.0.1", 0)
+        depots.ready(depots.shelves(tmp_path / "depot", catalog, tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match="cannot listen on 127"):
+            depots.serve([], "127.0.0.1", taken.getsockname()[1])
