@@ -82,6 +82,33 @@ class Source(Entry):
     locator: str
 
 
+class Repository(Entry):
+    """A repository of packages: `uri`, `suite` (such as "./" or "noble"), `components`, and the path in this
+    checkout of the key that signs it."""
+
+    uri: Annotated[str, Field(pattern=r"^(https?|file|cdrom):\S+$")]
+    suite: Annotated[str, Field(pattern=r"^\S+$")]
+    components: tuple[Annotated[str, Field(pattern=r"^[\w.-]+$")], ...] = ()
+    key: Annotated[str, Field(pattern=r"^[\w./-]+\.asc$")]
+
+
+class DriverWish(Entry):
+    """The GPU driver. Without `version` a driver that the platform can use stays as it is. Packages come from
+    a `repository`, a folder of packages on the node (`archive`), or what the node's package manager knows.
+
+    `clocks_mhz` (lowest, highest of the cores) and `power_w` (a GPU) are set at each boot; `manage` false:
+    nothing is done.
+    """
+
+    version: Annotated[str, Field(pattern=r"^\d{3}(\.\d+){0,2}$")] | None = None
+    archive: Folder | None = None
+    repository: Repository | None = None
+    modules: Literal["dkms", "prebuilt"] = "dkms"
+    clocks_mhz: tuple[PositiveInt, PositiveInt] | None = None
+    power_w: PositiveInt | None = None
+    manage: bool = True
+
+
 class Intent(Entry):
     """All intent of one host."""
 
@@ -97,6 +124,7 @@ class Intent(Entry):
     node_quiet_hours: RestartWish = RestartWish()
     node_sysctl: bool = True
     node_settings: dict[SettingName, Word | None] = {}
+    node_driver: DriverWish = DriverWish()
 
 
 def of_variables(variables: Mapping[str, Any]) -> dict[str, Any]:

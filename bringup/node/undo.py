@@ -57,13 +57,13 @@ def run(argv: Sequence[str], limit_s: float = COMMAND_LIMIT_S) -> tuple[int, str
     return done.returncode, done.stdout.decode("utf-8", "replace").strip()
 
 
-def installed() -> dict[str, str]:
-    """Version of each installed package, by `name:architecture`."""
+def installed(states: str = "i") -> dict[str, str]:
+    """Version of each installed package, by `name:architecture`; states "ic": also those whose settings stayed."""
     found = {}
     for line in run(["dpkg-query", "-W", "-f", QUERY])[1].splitlines():
         name, _, rest = line.partition("\t")
         version, _, status = rest.partition("\t")
-        if status[1:2] == "i":
+        if status[1:2] and status[1:2] in states:
             found[name] = version
     return found
 
@@ -231,25 +231,29 @@ class Journal:
             if not check:
                 run(["apt-mark", "unhold", *holds])
         packages = self.data["packages"]
-        gone = [name for name in packages["added"] if name in now]
+        gone = [name for name in packages["added"] if name in installed("ic")]
         back = [
             f"{name}={version}" for name, version in packages["replaced"].items() if now.get(name) != version
         ]
+        done += [f"install {word}" for word in back] + [f"purge {name}" for name in gone]
+        if check:
+            return
         if back:
             # One call, so that what conflicts leaves while what was there before comes back.
             words = ["apt-get", "-o", f"DPkg::Lock::Timeout={PACKAGE_LOCK_LIMIT_S}", "install", "-q", "-y"]
-            words += ["--purge", "--allow-downgrades", "--no-install-recommends", *back]
-            words += [f"{name}-" for name in gone]
-        else:
+            words += ["--allow-downgrades", "--no-install-recommends", *back]
+            self._said([*words, *(f"{name}-" for name in gone if name in now)], failed)
+        left = [name for name in gone if name in installed("ic")]
+        if left and not failed:
             # dpkg refuses where somebody's package needs one of these; apt would take that away as well.
-            words = ["dpkg", "--purge", *gone]
-        if back or gone:
-            done += [f"install {word}" for word in back] + [f"purge {name}" for name in gone]
-            code, said = (0, "") if check else run(words)
-            if code != 0:
-                failed.append(f"{' '.join(words)}: {said[-600:]}")
-        if back and self.data["held"] and not check and not failed:
+            self._said(["dpkg", "--purge", *left], failed)
+        if back and self.data["held"] and not failed:
             run(["apt-mark", "hold", *self.data["held"]])
+
+    def _said(self, words: Sequence[str], failed: list[str]) -> None:
+        code, said = run(words)
+        if code != 0:
+            failed.append(f"{' '.join(words)}: {said[-600:]}")
 
     def _paths_back(self, done: list[str], failed: list[str], check: bool) -> None:
         # Deepest first, so that a folder is empty when its turn comes.

@@ -14,6 +14,7 @@ from bringup.planned import HostPlan, Plan
 ROLES = (
     "preflight",
     "system_settings",
+    "nvidia_driver",
     "cuda_runtime",
     "engine_env",
     "library_fixes",

@@ -103,10 +103,10 @@ def test_packages_that_came_and_those_that_were_replaced_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     states = [{"a:all": "1", "b:all": "1"}, {"a:all": "2", "b:all": "1", "c:all": "5"}]
-    monkeypatch.setattr(undo, "installed", lambda: states[0])
+    monkeypatch.setattr(undo, "installed", lambda which="i": states[0])
     journal = Journal("demo")
     journal.begin_install()
-    monkeypatch.setattr(undo, "installed", lambda: states[1])
+    monkeypatch.setattr(undo, "installed", lambda which="i": states[1])
     Journal("demo").end_install()
     assert Journal("demo").data["packages"] == {"added": ["c:all"], "replaced": {"a:all": "1"}}
     said = Journal("demo").restore(check_only=True)
@@ -116,9 +116,9 @@ def test_packages_that_came_and_those_that_were_replaced_are_told_apart(
 def test_an_install_that_was_killed_is_undone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (ran.append(list(argv)), (0, ""))[1])
-    monkeypatch.setattr(undo, "installed", dict)
+    monkeypatch.setattr(undo, "installed", lambda which="i": {})
     Journal("demo").begin_install()
-    monkeypatch.setattr(undo, "installed", lambda: {"c:all": "5"})
+    monkeypatch.setattr(undo, "installed", lambda which="i": {"c:all": "5"})
     assert Journal("demo").restore() == ["purge c:all"]
     assert ["dpkg", "--purge", "c:all"] in ran
 
@@ -126,9 +126,9 @@ def test_an_install_that_was_killed_is_undone_as_well(monkeypatch: pytest.Monkey
 def test_what_cannot_be_brought_back_is_named_and_the_journal_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(undo, "installed", dict)
+    monkeypatch.setattr(undo, "installed", lambda which="i": {})
     Journal("demo").begin_install()
-    monkeypatch.setattr(undo, "installed", lambda: {"c:all": "5"})
+    monkeypatch.setattr(undo, "installed", lambda which="i": {"c:all": "5"})
     monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (1, "c is needed by d"))
     with pytest.raises(undo.UndoFailed, match="c is needed by d"):
         Journal("demo").restore()
