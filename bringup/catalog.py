@@ -363,7 +363,8 @@ class Graft(Entry):
     """A model put together on the node: `base` (a catalog model) plus the tensors of a delta repository.
 
     The model's `lock` is the delta's, the base has its own. `dtypes`: which types the tensors may have (none:
-    any); `config`: keys of config.json to set, dotted; `needs`: what the engine must have been given.
+    any); `config`: keys of config.json to set, dotted; `needs`: what the engine must have been given, and
+    `words`: what it is -> a word that the code of such an engine holds, looked for on the node.
     """
 
     base: str
@@ -372,6 +373,7 @@ class Graft(Entry):
     dtypes: tuple[str, ...] = ()
     config: dict[str, Any] = {}
     needs: tuple[str, ...] = ()
+    words: dict[str, str] = {}
 
 
 class Model(Entry):

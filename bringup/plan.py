@@ -677,7 +677,9 @@ def _grafted(
     ]
     assert model.mtp is not None  # the catalog refuses a graft without one
     whole = _planned_model(name, model, part.engine.launch.model_is, wanted, root)
-    put = PlannedGraft(base.name, delta.name, model.mtp.layer, wish.tensors, wish.dtypes, wish.config)
+    put = PlannedGraft(
+        base.name, delta.name, model.mtp.layer, wish.tensors, wish.dtypes, wish.config, wish.words
+    )
     yield from (base, delta, replace(whole, size=0, files=(), sources=(), graft=put))
 
 

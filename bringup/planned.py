@@ -46,7 +46,8 @@ class ModelSource:
 @dataclass(frozen=True)
 class PlannedGraft:
     """How a model is put together on the node: the names of the two models of the same host that it is made of,
-    the layer that comes, how many tensors and of which types (none: any), and keys of config.json to set."""
+    the layer that comes, how many tensors and of which types (none: any), keys of config.json to set, and what the
+    engine's code must hold (what it is -> a word in it)."""
 
     base: str
     delta: str
@@ -54,6 +55,7 @@ class PlannedGraft:
     tensors: int
     dtypes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

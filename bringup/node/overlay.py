@@ -29,6 +29,8 @@ class Overlay:
     delta: store.Model
     wish: graft.Wish
     expects: Mapping[str, Any]
+    words: Mapping[str, str]
+    engines: tuple[Path, ...]
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Overlay:
@@ -45,7 +47,9 @@ class Overlay:
             dtypes=tuple(row.get("dtypes") or ()),
             config=row.get("config") or {},
         )
-        return cls(str(data["name"]), folder, base, delta, wish, data.get("expects") or {})
+        engines = tuple(map(Path, row.get("engines") or ()))
+        expects, words = data.get("expects") or {}, row.get("words") or {}
+        return cls(str(data["name"]), folder, base, delta, wish, expects, words, engines)
 
     def sha256(self) -> dict[str, str]:
         """Origin -> what its lock says, for every file of base and delta."""
@@ -84,6 +88,15 @@ def faults(overlay: Overlay, deep: bool) -> dict[str, str]:
     return store.verify(model, deep)
 
 
+def lacking(overlay: Overlay) -> list[str]:
+    """What the engines that are to load it do not have, as far as a word in their code tells."""
+    return [
+        f"the engine in {prefix} has not what the grafted model {overlay.name} needs: {what}"
+        for prefix in overlay.engines
+        for what in graft.missing_words(overlay.words, prefix / "lib")
+    ]
+
+
 def look(overlay: Overlay, deep: bool) -> dict[str, Any]:
     """What `store.look` says, for an overlay."""
     found = faults(overlay, deep)
@@ -104,7 +117,8 @@ def ensure(overlay: Overlay, deep: bool = False) -> dict[str, Any]:
         except graft.GraftRefused as error:
             reasons = "; ".join(str(error).splitlines())
             raise store.StoreFailed(f"graft {overlay.name} refused: {reasons}") from None
-        return {"changed": True, "ready": True, "faults": found, **NOTHING_FETCHED}
+        warned = {"warned": lacking(overlay)}
+        return {"changed": True, "ready": True, "faults": found, **NOTHING_FETCHED, **warned}
 
 
 def _seal(overlay: Overlay, beside: Path, record: Mapping[str, Any]) -> None:

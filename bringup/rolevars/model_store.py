@@ -75,4 +75,6 @@ def graft(model: PlannedModel, host: HostPlan) -> dict[str, Any]:
         role: {"name": part.name, "folder": part.folder, "files": _files(part)}
         for role, part in (("base", parts[model.graft.base]), ("delta", parts[model.graft.delta]))
     }
-    return {**asdict(model.graft), "dtypes": list(model.graft.dtypes), **made_of}
+    engines = {one.env_name for one in host.services if one.model == model.name}
+    prefixes = [one.prefix for one in host.environments if one.name in engines]
+    return {**asdict(model.graft), "dtypes": list(model.graft.dtypes), "engines": prefixes, **made_of}

@@ -182,6 +182,8 @@ def main() -> None:
         answer = act(given, access, module.check_mode)
     except (store.StoreFailed, OSError) as error:
         module.fail_json(msg=str(error))
+    for text in answer.pop("warned", ()):
+        module.warn(text)
     before = "".join(f"{path} {text}\n" for path, text in answer["faults"].items())
     after = "".join(f"{path} is as the lock says\n" for path in answer["faults"])
     diff = {"before": before, "after": after} if before else {}

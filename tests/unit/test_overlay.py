@@ -64,6 +64,17 @@ def test_it_is_ready_after_it_was_made_and_a_second_run_finds_nothing_to_do(row:
     assert len(overlay.stamped(planned).files) == len(store.stamp_of(planned.folder)) == 6
 
 
+def test_an_engine_that_lacks_what_it_needs_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+    for name, text in (("patched", "draft_quantization = 1"), ("plain", "pass")):
+        (tmp_path / name / "lib/python3/site-packages").mkdir(parents=True)
+        (tmp_path / name / "lib/python3/site-packages/engine.py").write_text(text)
+    prefixes = [str(tmp_path / "patched"), str(tmp_path / "plain")]
+    row["graft"].update(words={"an override": "draft_quantization"}, engines=prefixes)
+    assert overlay.ensure(overlay.Overlay.of(row))["warned"] == [
+        f"the engine in {prefixes[1]} has not what the grafted model whole needs: an override"
+    ]
+
+
 def test_without_its_parts_it_is_not_made(row: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "delta" / store.READY).unlink()
     with pytest.raises(store.StoreFailed, match=r"^graft whole: delta in .* is not ready$"):

@@ -189,6 +189,8 @@ def test_a_grafted_model_comes_after_the_two_that_it_is_made_of() -> None:
     row = model_store.variables(made.hosts[0], made)["model_store_models"][-1]
     assert (row["graft"]["base"]["folder"], row["graft"]["tensors"]) == (base.folder, 1569)
     assert row["chain"] == []
+    assert row["graft"]["engines"] == [made.hosts[0].environments[0].prefix]
+    assert list(row["graft"]["words"].values()) == ["mtp_quantization_config"]
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
