@@ -42,7 +42,7 @@ plugin: plan
 FILE = "plan.node"
 
 
-class InventoryModule(BaseInventoryPlugin):  # type: ignore[misc]  # Ansible has no types
+class InventoryModule(BaseInventoryPlugin):
     """Sets role variables on the hosts of the inventory that `plan.node` lies in."""
 
     NAME = "plan"

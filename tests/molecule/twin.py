@@ -34,7 +34,15 @@ def hardware(changes: dict[str, Any]) -> dict[str, Any]:
         "host": None,
     }
     made = twins._composed(one, platform)
-    return {**made, "driver": None, "needs_open": True, "host": "node", "platform": "demo", "arch": "x86_64", **changes}
+    return {
+        **made,
+        "driver": None,
+        "needs_open": True,
+        "host": "node",
+        "platform": "demo",
+        "arch": "x86_64",
+        **changes,
+    }
 
 
 def docker(*words: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bringup.node import cuda, undo
+from bringup.node import cuda, libraries, undo
 from bringup.rolevars import cuda_runtime
 from tests.molecule.gpu_node import host
 
@@ -77,7 +78,7 @@ def test_the_toolkits_own_stub_needs_no_link(tmp_path: Path) -> None:
     home = toolkit(tmp_path / "cuda-13.0", "lib64/x")
     stub = home / "lib64/stubs/libcuda.so"
     stub.parent.mkdir()
-    shutil.copy(cuda.libraries.loaded()["libc.so.6"], stub)
+    shutil.copy(libraries.loaded()["libc.so.6"], stub)
     made = cuda.toolkits([str(home)])[0]
     assert cuda.missing_links(made, {"libcuda.so.1": "/usr/lib/driver/libcuda.so.1"}) == {}
 
@@ -134,7 +135,7 @@ def test_a_node_without_the_drivers_library_says_so_and_the_asking_process_is_go
 
 
 def test_an_asking_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "ask", lambda bandwidth: cuda.os._exit(139))
+    monkeypatch.setattr(cuda, "ask", lambda bandwidth: os._exit(139))
     assert "died" in cuda.smoke()["problem"]
 
 

@@ -18,7 +18,12 @@ SETS: list[dict[str, Any]] = yaml.safe_load((ROOT / "roles/nvidia_driver/default
     "nvidia_driver_packages"
 ]
 KERNEL = "6.8.0-60-generic"
-UBUNTU = ("nvidia-dkms-580-open", "nvidia-kernel-common-580", "libnvidia-compute-580", "nvidia-utils-580")
+UBUNTU: tuple[str, ...] = (
+    "nvidia-dkms-580-open",
+    "nvidia-kernel-common-580",
+    "libnvidia-compute-580",
+    "nvidia-utils-580",
+)
 UBUNTU += ("nvidia-compute-utils-580", "nvidia-fabricmanager-580")
 DEBIAN = ("nvidia-kernel-open-dkms", "nvidia-driver-cuda", "nvidia-persistenced", "nvidia-fabricmanager")
 

@@ -19,7 +19,7 @@ HOST = "controller-1"
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> dict[str, Path]:
+def places(tmp_path: Path) -> dict[str, Any]:
     return {"path": tmp_path / "run.json", "guard": tmp_path / "run.guard", "audit": tmp_path / "audit.jsonl"}
 
 
@@ -35,14 +35,14 @@ def run(token: str, **more: Any) -> dict[str, Any]:
     return {"token": token, "since": "2026-11-30T00:00:00+00:00", **known, **more}
 
 
-def test_a_free_node_is_held_and_the_same_run_renews(places: dict[str, Path]) -> None:
+def test_a_free_node_is_held_and_the_same_run_renews(places: dict[str, Any]) -> None:
     assert nodelock.hold(run("a"), at=NOW, **places).how == "free"
     assert nodelock.hold(run("a", since="later"), at=NOW + 5, **places).how == "renewed"
     kept = json.loads(places["path"].read_text())
     assert (kept["renewed"], kept["since"]) == (NOW + 5, "2026-11-30T00:00:00+00:00")
 
 
-def test_another_run_is_refused_and_told_who_holds_it(places: dict[str, Path]) -> None:
+def test_another_run_is_refused_and_told_who_holds_it(places: dict[str, Any]) -> None:
     nodelock.hold(run("a"), at=NOW, **places)
     taken = nodelock.hold(run("b"), at=NOW + 60, **places)
     assert (taken.held, taken.how, taken.holder["by"], taken.holder["idle_s"]) == (
@@ -57,14 +57,14 @@ def test_another_run_is_refused_and_told_who_holds_it(places: dict[str, Path]) -
     assert "--force-unlock" in said
 
 
-def test_a_lock_without_a_session_is_over_after_its_grace_and_not_before(places: dict[str, Path]) -> None:
+def test_a_lock_without_a_session_is_over_after_its_grace_and_not_before(places: dict[str, Any]) -> None:
     nodelock.hold(run("a"), at=NOW, **places)
     places["path"].write_text(json.dumps({**run("a"), "session": "", "renewed": NOW}))
     assert nodelock.hold(run("b"), at=NOW + nodelock.GRACE_S, **places).how == "refused"
     assert nodelock.hold(run("b"), at=NOW + nodelock.GRACE_S + 1, **places).how == "over"
 
 
-def test_a_lock_whose_session_lives_is_never_over(places: dict[str, Path]) -> None:
+def test_a_lock_whose_session_lives_is_never_over(places: dict[str, Any]) -> None:
     mine = f"{os.getpid()}:{runs.birth_of(os.getpid())}"
     places["path"].write_text(json.dumps({**run("a"), "session": mine, "renewed": NOW}))
     assert nodelock.hold(run("b"), at=NOW + 1e6, **places).how == "refused"
@@ -72,13 +72,13 @@ def test_a_lock_whose_session_lives_is_never_over(places: dict[str, Path]) -> No
     assert nodelock.hold(run("b"), at=NOW + 1e6, **places).how == "over"
 
 
-def test_a_run_that_its_controller_knows_to_be_dead_is_taken_over(places: dict[str, Path]) -> None:
+def test_a_run_that_its_controller_knows_to_be_dead_is_taken_over(places: dict[str, Any]) -> None:
     nodelock.hold(run("a"), at=NOW, **places)
     assert nodelock.hold(run("b"), over="c", at=NOW, **places).how == "refused"
     assert nodelock.hold(run("b"), over="a", at=NOW, **places).how == "over"
 
 
-def test_force_takes_it_from_anybody_and_is_written_down(places: dict[str, Path]) -> None:
+def test_force_takes_it_from_anybody_and_is_written_down(places: dict[str, Any]) -> None:
     nodelock.hold(run("a"), at=NOW, **places)
     assert not places["audit"].exists()
     assert nodelock.hold(run("b", by="bob"), force=True, at=NOW, **places).how == "forced"
@@ -88,7 +88,7 @@ def test_force_takes_it_from_anybody_and_is_written_down(places: dict[str, Path]
     assert places["audit"].stat().st_mode & 0o077 == 0
 
 
-def test_only_the_holder_gives_it_back(places: dict[str, Path]) -> None:
+def test_only_the_holder_gives_it_back(places: dict[str, Any]) -> None:
     where = {name: places[name] for name in ("path", "guard")}
     nodelock.hold(run("a"), at=NOW, **places)
     assert nodelock.give_back("b", **where) is False
@@ -98,13 +98,13 @@ def test_only_the_holder_gives_it_back(places: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"token": ""}', "\0"])
-def test_a_broken_lock_file_holds_nothing(places: dict[str, Path], text: str) -> None:
+def test_a_broken_lock_file_holds_nothing(places: dict[str, Any], text: str) -> None:
     places["path"].write_text(text)
     assert nodelock.hold(run("a"), at=NOW, **places).how == "free"
 
 
 def _race(token: str, base: str, found: Any) -> None:
-    places = {name: Path(base) / f"run.{name}" for name in ("path", "guard", "audit")}
+    places: dict[str, Any] = {name: Path(base) / f"run.{name}" for name in ("path", "guard", "audit")}
     found.put(nodelock.hold(run(token), **places).held)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ class running:
     ids=["wrong hash", "no hash", "failing check", "no such version", "no such path", "no such provider"],
 )
 def test_a_build_that_fails_says_why_and_leaves_what_was_there(
-    change: dict[str, object], words: str, built: Path
+    change: dict[str, Any], words: str, built: Path
 ) -> None:
     good = wanted(built, "1.0")
     with pytest.raises(environment.EnvironmentFailed) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,12 @@ def test_packages_that_came_and_those_that_were_replaced_are_told_apart(
 
 def test_an_install_that_was_killed_is_undone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (ran.append(list(argv)), (0, ""))[1])
+
+    def run(argv: Sequence[str], limit_s: float = 0) -> tuple[int, str]:
+        ran.append(list(argv))
+        return 0, ""
+
+    monkeypatch.setattr(undo, "run", run)
     monkeypatch.setattr(undo, "installed", lambda which="i": {})
     Journal("demo").begin_install()
     monkeypatch.setattr(undo, "installed", lambda which="i": {"c:all": "5"})
