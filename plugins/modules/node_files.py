@@ -7,7 +7,7 @@ DOCUMENTATION = r"""
 module: node_files
 short_description: Bring files, folders and links to their places in one call
 description:
-  - Everything is written beside its place and validated first; only when all of it is good does anything change.
+  - Everything is written beside its place and validated first; only when all of it is good does it change.
   - Works in check mode, with the same differences, on a node that lacks the folders and users yet.
   - The action of the same name fills C(program) entries with the text of the node's program.
 options:

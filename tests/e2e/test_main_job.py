@@ -36,7 +36,7 @@ def changes(done: Done) -> dict[str, int]:
     return {name: host["changed"] for name, host in done.data["hosts"].items()}
 
 
-def converged(done: Done, names: tuple[str, ...]) -> None:
+def check_converged(done: Done, names: tuple[str, ...]) -> None:
     """The run ended well and had nothing to do on any of the hosts."""
     assert done.code == Exit.DONE, done.text
     assert changes(done) == dict.fromkeys(names, 0), done.text
@@ -88,11 +88,11 @@ def test_the_report_prints_addresses_and_a_real_completion(pair: Site) -> None:
 
 
 def test_a_second_run_changes_nothing(pair: Site) -> None:
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 def test_check_on_converged_nodes_has_nothing_to_say(pair: Site) -> None:
-    converged(pair.provision("--check"), pair.names)
+    check_converged(pair.provision("--check"), pair.names)
 
 
 def test_plain_ansible_playbook_converges_the_same_nodes_to_nothing_changed(pair: Site) -> None:
@@ -138,7 +138,7 @@ def test_a_killed_engine_comes_back_by_itself_and_leaves_nothing(pair: Site) -> 
     until("the engine answers again", lambda: answers(name, port(pair)))
     left = [pid for pid in before if on(name, f"test -d /proc/{pid} && echo left || true")]
     assert left == []
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 def test_twenty_rotations_under_load_lose_no_line_and_double_none(pair: Site) -> None:
@@ -229,7 +229,7 @@ def test_a_rebooted_node_serves_again_without_help(pair: Site) -> None:
     name = pair.names[1]
     lab.reboot(name, say=sites.quiet)
     until(f"{name} answers after its reboot", lambda: answers(name, port(pair)), limit=120)
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 # ---------------------------------------------------------------- changed intent
@@ -310,7 +310,7 @@ def test_a_damaged_model_file_is_found_and_made_whole(pair: Site) -> None:
     assert done.code == Exit.DONE, done.text
     assert on(name, f"sha256sum {found[0]}") == good
     assert answers(name, port(pair))
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 def test_a_full_disk_is_refused_with_the_space_that_is_needed(pair: Site) -> None:
@@ -343,7 +343,7 @@ def test_an_unreachable_node_hides_nothing_of_the_others(pair: Site) -> None:
     until(
         f"{gone} answers SSH", lambda: subprocess.run(lab.ssh_argv(gone, "true"), check=False).returncode == 0
     )
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 def test_a_node_with_another_host_key_is_not_entered(pair: Site, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_ctrl_c_leaves_a_record_and_no_processes(pair: Site) -> None:
     assert left == "", left
     record = newest_record(pair.folder)
     assert record["exit_code"] == Exit.INTERRUPTED
-    converged(pair.provision(), pair.names)
+    check_converged(pair.provision(), pair.names)
 
 
 def newest_record(inventory: Path) -> dict[str, Any]:
@@ -388,7 +388,7 @@ def newest_record(inventory: Path) -> dict[str, Any]:
 def test_no_secret_of_the_environment_reaches_a_run_folder(pair: Site) -> None:
     """Runs of this file had a token in their environment: it stands in no file that they left."""
     canary = f"canary-{os.getpid()}-token"
-    converged(pair.invoke("provision", "--json", variables={"HF_TOKEN": canary}), pair.names)
+    check_converged(pair.invoke("provision", "--json", variables={"HF_TOKEN": canary}), pair.names)
     found = subprocess.run(
         ["grep", "-rlF", canary, str(ROOT / "runs")], capture_output=True, text=True, check=False
     )

@@ -142,6 +142,8 @@ def test_a_grant_outlives_a_restart_of_the_listener(nodes: Nodes) -> None:
 def test_a_grant_of_a_holder_that_died_runs_out(nodes: Nodes) -> None:
     nodes.lease("a", ttl_s=1).take(1, led=False)
     nodes.lease("b").take(5, led=False)
+    with pytest.raises(Refusal, match="b has been restarting"):
+        nodes.lease("c").take(0.1, led=False)
 
 
 def test_another_listener_at_a_nodes_address_does_not_count_as_that_node(nodes: Nodes) -> None:
