@@ -78,7 +78,11 @@ def test_a_twin_says_what_it_is_everywhere() -> None:
 def test_drivers_of_the_archive_really_upgrade_and_conflict() -> None:
     quiet = "DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends"
     old = "nvidia-utils-570=570.195.03-0twin1 libnvidia-compute-570=570.195.03-0twin1"
-    sites.on("twin-02", f"{quiet} --allow-downgrades install {old}", limit=120)
+    assert "held" in sites.on(
+        "twin-02", f"{quiet} --allow-downgrades install {old} 2>&1", check=False, limit=120
+    )
+    by_force = "--allow-downgrades --allow-change-held-packages"
+    sites.on("twin-02", f"{quiet} {by_force} install {old}", limit=120)
     there = sites.on(
         "twin-02", "dpkg-query -W -f '${Package} ${db:Status-Abbrev}\\n' 'nvidia-*' | grep 'ii ' || true"
     )
