@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
 import stat
 import sys
 import traceback
@@ -24,14 +25,14 @@ TRACEBACK_VARIABLE = "BRINGUP_TRACEBACK"
 """Set it to see the traceback of an internal error."""
 
 _UNKNOWN = re.compile(r"No idea what '(?P<token>.*)' is!")
-_remainder = ""
+_remainder: tuple[str, ...] = ()
 _twins = False
 _faults: list[str] = []
 
 
 def remainder() -> str:
-    """What stood after `--` on the command line."""
-    return _remainder
+    """What stood after `--`, as shell text: one word as it is (it may be a whole line), more with quotes kept."""
+    return _remainder[0] if len(_remainder) == 1 else shlex.join(_remainder)
 
 
 def piped() -> bool:
@@ -186,7 +187,8 @@ def _dress(program: Program) -> None:
 def _executing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
     def execute(self: Program) -> None:
         global _remainder
-        _remainder = self.core.remainder
+        # invoke joins these words with spaces, which loses their quotes.
+        _remainder = tuple(self.argv[self.argv.index("--") + 1 :]) if "--" in self.argv else ()
         try:
             _dress(self)
             inner(self)

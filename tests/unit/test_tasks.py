@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,13 @@ def test_a_log_is_diagnosed_however_it_is_given(words: tuple[str, ...], tmp_path
         )
     assert done.returncode == Exit.FAILED, done.stderr
     assert "memory" in done.stdout
+
+
+def test_words_after_the_dashes_keep_their_quotes() -> None:
+    given = ("--model-path", "m", "--json-model-override-args", '{"a": 1}', "--chat-template", "a b")
+    for words in (given, (shlex.join(given),)):
+        done = invoke("flags", "--engine", "sglang", "--version", "0.5.10.post1", "--", *words)
+        assert done.returncode == Exit.DONE, done.stdout + done.stderr
 
 
 def test_a_command_of_two_words_is_the_same_as_with_a_dot() -> None:
