@@ -30,6 +30,7 @@ inventory = {root}/inventories
 roles_path = {root}/roles
 library = {root}/plugins/modules
 module_utils = {root}/plugins/module_utils
+action_plugins = {root}/plugins/action
 filter_plugins = {root}/plugins/filter
 inventory_plugins = {root}/plugins/inventory
 
