@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,8 @@ def test_a_play_that_breaks_tells_its_failure_and_keeps_no_secret(tmp_path: Path
     out, err = process.communicate(timeout=START_LIMIT_S)
     assert process.returncode == Exit.FAILED, err
     assert json.loads(out)["ended"] is True
-    assert "one  files: Break for good: non-zero return code" in err
+    # The rest of the sentence is Ansible's, and each of its versions has its own.
+    assert re.search(r"one  files: Break for good: .*non-zero return code", err), err
     assert (tmp_path / "made" / "settings-one").read_text().startswith("api_key: sk-madeup")
     left = tmp_path / "run"
     assert sorted(path.name for path in left.iterdir()) == ["events.jsonl"]
