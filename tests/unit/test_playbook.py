@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, events, playbook
+from bringup import ROOT, events, playbook, progress
 from bringup.errors import Exit, Problem, UsageError
 from bringup.planned import HostPlan, Plan
 from bringup.playbook import Played
 
 PLAYS = ROOT / "tests" / "cases" / "plays"
 START_LIMIT_S = 120
+SECONDS = f"45.{os.getpid()}"
+"""Of the long task: of this process alone, so that two checkouts can run this file at once."""
+
+LONG_TASK = f"sleep {SECONDS}"
 END_LIMIT_S = playbook.STOP_GRACE_S + playbook.JOIN_LIMIT_S
 CANARY = "canary-of-the-environment"
 
@@ -48,7 +52,13 @@ def start(folder: Path, limit: str, **extra: Any) -> subprocess.Popen[str]:
     """A play in a process of its own, as a command is; it writes into `folder`/made."""
     (folder / "made").mkdir()
     (folder / "run").mkdir()
-    words = (str(PLAYS), str(folder / "run"), str(folder / "made"), limit, json.dumps(extra))
+    words = (
+        str(PLAYS),
+        str(folder / "run"),
+        str(folder / "made"),
+        limit,
+        json.dumps({"seconds": SECONDS, **extra}),
+    )
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         cwd=ROOT,
@@ -126,9 +136,9 @@ def running(words: str) -> list[str]:
     return found
 
 
-def wait_for_the_long_task(process: subprocess.Popen[str]) -> None:
+def wait_for_the_long_task(process: subprocess.Popen[str], hosts: int = 1) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    while not running("sleep 45.25"):
+    while sum(line.startswith(LONG_TASK) for line in running(LONG_TASK)) < hosts:
         assert process.poll() is None
         assert time.monotonic() < deadline, "the long task never began"
         time.sleep(0.1)
@@ -139,14 +149,23 @@ def wait_for_the_long_task(process: subprocess.Popen[str]) -> None:
 )
 def test_a_signal_ends_the_play_and_every_process_of_it(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "one,two", long=True)
-    wait_for_the_long_task(process)
+    wait_for_the_long_task(process, hosts=2)
+    # Long enough for progress to say what is waited for.
+    time.sleep(2 * progress.QUIET_S)
     process.send_signal(number)
     _, said = process.communicate(timeout=END_LIMIT_S)
     assert process.returncode == Exit.INTERRUPTED
     assert "one, two  " in said
     assert "Traceback" not in said
-    assert running("sleep 45.25") == []
-    assert running(str(tmp_path)) == []
+    wait_until_gone(LONG_TASK, str(tmp_path))
+
+
+def wait_until_gone(*words: str) -> None:
+    """The kernel takes a moment to clear what was killed."""
+    deadline = time.monotonic() + END_LIMIT_S
+    while left := [line for word in words for line in running(word)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_killed_controller_takes_its_play_with_it(tmp_path: Path) -> None:
@@ -154,10 +173,7 @@ def test_a_killed_controller_takes_its_play_with_it(tmp_path: Path) -> None:
     wait_for_the_long_task(process)
     process.kill()
     process.communicate(timeout=END_LIMIT_S)
-    deadline = time.monotonic() + END_LIMIT_S
-    while running(str(tmp_path)) or running("sleep 45.25"):
-        assert time.monotonic() < deadline, running(str(tmp_path))
-        time.sleep(0.1)
+    wait_until_gone(str(tmp_path), LONG_TASK)
     assert not (tmp_path / "run" / "report.html").exists()
 
 
