@@ -50,6 +50,7 @@ LINTERS = (
     Command("ruff check", ("ruff", "check", "."), CHECK_LIMIT_S),
     Command("ruff format", ("ruff", "format", "--check", "."), CHECK_LIMIT_S),
     Command("yamllint", ("yamllint", "--strict", "."), CHECK_LIMIT_S),
+    Command("plans", ("python", "tests/content/renew_plans.py", "--check"), CHECK_LIMIT_S),
 )
 """The longest first: two run at a time."""
 
