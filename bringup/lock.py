@@ -36,7 +36,7 @@ class Holder:
             return False
         if not runs.pid_alive(self.pid):
             return True
-        return bool(self.birth) and _birth(self.pid) not in ("", self.birth)
+        return bool(self.birth) and runs.birth_of(self.pid) not in ("", self.birth)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def hold(
         where=runs.came_from(),
         machine=socket.gethostname(),
         pid=os.getpid(),
-        birth=_birth(os.getpid()),
+        birth=runs.birth_of(os.getpid()),
         since=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     with _guard(path):
@@ -104,14 +104,6 @@ def _read(path: Path) -> Holder | None:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _birth(pid: int) -> str:
-    """The kernel's start time of a process (field 22 of /proc/<pid>/stat), or "" where there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 @contextmanager

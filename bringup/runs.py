@@ -392,7 +392,11 @@ def versions() -> dict[str, str]:
 
 
 def pid_alive(pid: int) -> bool:
-    """Does a process of this number exist on this machine?"""
+    """Does a process of this number run on this machine? One that has ended counts as gone, also while nobody
+    has collected its exit status: where init collects none (a container's may not), that can stay so for ever.
+    """
+    if _stat(pid)[:1] in (["Z"], ["X"]):
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -406,10 +410,16 @@ def birth_of(pid: int) -> str:
     """The kernel's start time of a process, which tells it from a later one of the same number; "" where
     there is no /proc.
     """
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat after the name, state first; empty where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def finished_hosts(record: RunRecord, folder: Path | None = None) -> list[str]:

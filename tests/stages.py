@@ -55,8 +55,8 @@ LINTERS = (
 """The longest first: two run at a time."""
 
 
-def _pytest(folder: str) -> tuple[Command, ...]:
-    return (Command(folder, ("pytest", "-q", "--durations=5", folder)),)
+def _pytest(folder: str, *more: str) -> tuple[Command, ...]:
+    return (Command(folder, ("pytest", "-q", "--durations=5", *more, folder)),)
 
 
 STAGES: Mapping[str, tuple[Command, ...]] = {
@@ -66,7 +66,8 @@ STAGES: Mapping[str, tuple[Command, ...]] = {
     "parsers": (Command("real parsers", ("python", "tests/parsers/compare.py")),),
     "browser": (Command("reports", ("python", "tests/browser/check.py")),),
     "molecule": (Command("scenarios", ("python", "tests/molecule/run.py")),),
-    "e2e": _pytest("tests/e2e"),
+    # On real nodes a failure may be the machine's: a second try tells, and -ra names what needed one.
+    "e2e": _pytest("tests/e2e", "--reruns=1", "--reruns-delay=10", "-rR"),
     "vllm": (Command("acceptance", ("python", "tests/vllm/run.py")),),
 }
 ON_REQUEST = ("vllm",)

@@ -147,12 +147,12 @@ def session(pid: int | None = None, proc: Path = Path("/proc")) -> str:
 
 
 def session_lives(mark: str, proc: Path = Path("/proc")) -> bool:
-    """Is the session that `session` named still there?"""
+    """Is the session that `session` named still there? One that ended and was not collected is not."""
     pid, _, start = mark.partition(":")
     if not pid.isdigit():
         return False
     _, fields = _stat(proc, int(pid))
-    return bool(fields) and fields[19] == start
+    return bool(fields) and fields[0] not in ("Z", "X") and fields[19] == start
 
 
 def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:

@@ -171,6 +171,16 @@ def answers(name: str, port: int) -> bool:
     return tokens(name, port) > 0
 
 
+def healthy(name: str, port: int) -> bool:
+    """Whether the engine says that it is well: asked as often as one likes, it makes no work for the server, and
+    so keeps none from being restarted while it is idle.
+    """
+    return (
+        on(name, f"curl -s -m 5 -o /dev/null -w '%{{http_code}}' http://127.0.0.1:{port}/health", False)
+        == "200"
+    )
+
+
 def tokens(name: str, port: int, say: str = "hello", limit: float = 20) -> int:
     """Completion tokens that one chat request got (0: no answer), by the server's own count."""
     body = json.dumps({"messages": [{"role": "user", "content": say}], "max_tokens": 8})

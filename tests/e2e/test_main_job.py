@@ -19,7 +19,7 @@ from typing import Any
 from bringup import ROOT, lab
 from bringup.errors import Exit
 from tests.e2e import site as sites
-from tests.e2e.site import Done, Site, answers, on, tokens, until
+from tests.e2e.site import Done, Site, answers, healthy, on, tokens, until
 
 PLAY_LIMIT_S = 600
 
@@ -188,7 +188,7 @@ def test_scheduled_restarts_never_take_both_nodes_down(pair: Site) -> None:
 
     def watch() -> None:
         while not stop.is_set():
-            down = [name for name in pair.names if not answers(name, port(pair))]
+            down = [name for name in pair.names if not healthy(name, port(pair))]
             if len(down) == len(pair.names):
                 both_down.append(time.time())
 

@@ -135,6 +135,9 @@ def test_a_session_is_the_sshd_above_this_process(tmp_path: Path) -> None:
     assert nodelock.session_lives("30:3000", tmp_path)
     assert not nodelock.session_lives("30:9", tmp_path)
     assert not nodelock.session_lives("", tmp_path)
+    dead = (tmp_path / "30" / "stat").read_text().replace(") S ", ") Z ")
+    (tmp_path / "30" / "stat").write_text(dead)
+    assert not nodelock.session_lives("30:3000", tmp_path)
 
 
 def test_stamps_are_written_and_the_oldest_go(tmp_path: Path) -> None:

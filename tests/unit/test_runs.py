@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,18 @@ def test_a_dead_process_gives_its_lock_up(tmp_path: Path) -> None:
         forge(tmp_path, pid=dead_pid())
         with lock.hold("lab", "b", folder=tmp_path) as notes:
             assert "gone" in notes[0]
+
+
+def test_a_process_that_ended_and_was_not_collected_gives_its_lock_up(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        with lock.hold("lab", "a", folder=tmp_path):
+            forge(tmp_path, pid=child.pid, birth=runs.birth_of(child.pid))
+            with lock.hold("lab", "b", folder=tmp_path) as notes:
+                assert "gone" in notes[0]
+    finally:
+        child.wait()
 
 
 def test_a_process_that_only_has_the_same_number_does_not_hold_the_lock(tmp_path: Path) -> None:
