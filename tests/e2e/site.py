@@ -25,8 +25,8 @@ from bringup import ROOT, lab
 
 INVOKE = Path(sys.executable).parent / "invoke"
 COMMAND_LIMIT_S = 600
-LOOK_LIMIT_S = 60
-SERVE_LIMIT_S = 90
+LOOK_LIMIT_S = 240
+SERVE_LIMIT_S = 360
 STEP_S = 0.5
 
 

@@ -173,7 +173,7 @@ def test_twenty_rotations_under_load_lose_no_line_and_double_none(pair: Site) ->
     until(
         f"{len(sent)} more lines",
         lambda: len(on(name, ended).splitlines()) - before >= len(sent),
-        limit=20,
+        limit=120,
     )
     lines = on(name, ended).splitlines()
     assert len(lines) - before == len(sent)
@@ -200,13 +200,13 @@ def test_scheduled_restarts_never_take_both_nodes_down(pair: Site) -> None:
         until(
             "both servers are new processes",
             lambda: all(main_pid(name, unit(pair)) not in (pids[name], "0") for name in pair.names),
-            limit=180,
+            limit=720,
         )
         for name in pair.names:
             until(
                 f"the restart on {name} has ended",
                 functools.partial(inactive, name, f"bringup-restart-{service}.service"),
-                limit=120,
+                limit=480,
             )
     finally:
         stop.set()
@@ -228,7 +228,7 @@ def test_rolling_restart_by_hand_is_the_same_code(pair: Site) -> None:
 def test_a_rebooted_node_serves_again_without_help(pair: Site) -> None:
     name = pair.names[1]
     lab.reboot(name, say=sites.quiet)
-    until(f"{name} answers after its reboot", lambda: answers(name, port(pair)), limit=120)
+    until(f"{name} answers after its reboot", lambda: answers(name, port(pair)), limit=480)
     check_converged(pair.provision(), pair.names)
 
 
@@ -275,7 +275,7 @@ def test_a_wrong_profile_name_ends_before_any_node_is_touched(pair: Site) -> Non
 def test_a_taken_port_is_refused_with_the_name_of_who_has_it(pair: Site) -> None:
     name, taken = pair.names[0], port(pair) + 9
     on(name, f"systemd-run --unit=squatter python3 -m http.server {taken} --bind 127.0.0.1")
-    until("the port is taken", lambda: f":{taken} " in on(name, "ss -ltn"), limit=20)
+    until("the port is taken", lambda: f":{taken} " in on(name, "ss -ltn"), limit=120)
 
     def change(intent: dict[str, Any]) -> None:
         intent["node_services"][0]["port"] = taken

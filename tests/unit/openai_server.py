@@ -140,7 +140,7 @@ def serving(mode: Behaviour) -> Iterator[str]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     try:
         yield address[0]
     finally:

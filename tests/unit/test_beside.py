@@ -193,7 +193,7 @@ def test_a_server_that_is_not_there_is_an_error_and_no_time() -> None:
 def test_the_program_runs_by_itself_where_nothing_is_installed() -> None:
     program = beside.program({"what": "begin", "service": "there-is-none"})
     done = subprocess.run(
-        [sys.executable, "-I", "-"], input=program, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-I", "-"], input=program, capture_output=True, text=True, timeout=240, check=True
     )
     found = json.loads(done.stdout)
     assert found["mark"] == {"file": "", "size": 0}

@@ -54,7 +54,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()

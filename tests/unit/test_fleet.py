@@ -157,7 +157,7 @@ def test_the_look_program_runs_on_a_machine_without_bringup_and_names_a_missing_
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         cwd="/",
     )
     assert done.returncode == 0, done.stderr

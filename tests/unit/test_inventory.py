@@ -59,7 +59,7 @@ def by_ansible(folder: Path) -> dict[str, dict[str, Any]]:
     """Each host's variables as Ansible itself merges them."""
     program = Path(sys.executable).parent / "ansible-inventory"
     command = [str(program), "-i", str(folder / "hosts.yml"), "--list"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)["_meta"]["hostvars"]
     return {
         host: {name: value for name, value in row.items() if name != "ansible_local"}

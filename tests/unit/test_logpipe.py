@@ -17,7 +17,7 @@ from bringup import ROOT
 from bringup.node import logpipe
 
 PROGRAM = ROOT / "bringup/node/logpipe.py"
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 class Pipe:

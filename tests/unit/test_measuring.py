@@ -40,7 +40,7 @@ def server() -> Iterator[int]:
 def test_a_server_on_this_machine_needs_no_tunnel(server: int) -> None:
     with (
         measuring.tunnel(HERE, "127.0.0.1", server) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=120) as answer,
     ):
         assert answer.status == 200
 

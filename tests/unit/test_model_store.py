@@ -156,7 +156,7 @@ def test_a_stamp_that_was_half_written_when_its_writer_was_killed_goes_and_a_liv
     with serving(Hub(dict(FILES))) as address:
         model = model_in(tmp_path, address)
         gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait(10)
+        gone.wait(120)
         beside = [model.folder / f".bringup/.ready.json.{pid}.tmp" for pid in (gone.pid, os.getppid())]
         beside[0].parent.mkdir(parents=True)
         for path in beside:
@@ -380,10 +380,10 @@ def test_a_client_killed_at_any_moment_goes_on_where_it_was_and_ends_right(tmp_p
             client = subprocess.Popen(argv, cwd=ROOT)
             time.sleep(choice.uniform(0.1, 0.6))
             client.send_signal(signal.SIGKILL)
-            client.wait(10)
+            client.wait(120)
             assert not (tmp_path / "demo" / store.READY).exists()
         hub.faults = {}
-        assert subprocess.run(argv, cwd=ROOT, timeout=60, check=False).returncode == 0
+        assert subprocess.run(argv, cwd=ROOT, timeout=240, check=False).returncode == 0
     assert contents_of(tmp_path / "demo") == files
 
 

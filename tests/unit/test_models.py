@@ -216,7 +216,7 @@ def test_the_program_that_goes_to_a_node_says_what_is_wrong(
     change(folder)
     program = models.program({"what": "verify", "models": [given], "deep": True})
     done = subprocess.run(
-        [sys.executable, "-I", "-"], input=program, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-I", "-"], input=program, capture_output=True, text=True, timeout=240, check=True
     )
     row = json.loads(done.stdout)["rows"][0]
     assert row["ready"] is ready

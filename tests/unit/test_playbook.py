@@ -26,7 +26,7 @@ SECONDS = f"45.{os.getpid()}"
 """Of the long task: of this process alone, so that two checkouts can run this file at once."""
 
 LONG_TASK = f"sleep {SECONDS}"
-END_LIMIT_S = playbook.STOP_GRACE_S + playbook.JOIN_LIMIT_S
+END_LIMIT_S = 4 * (playbook.STOP_GRACE_S + playbook.JOIN_LIMIT_S)
 CANARY = "canary-of-the-environment"
 
 

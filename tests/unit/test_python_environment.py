@@ -178,7 +178,7 @@ def test_a_build_that_was_killed_leaves_nothing_that_counts_and_no_process(place
     log = Path(slow.log)
     wait_until(lambda: log.exists() and "time.sleep(61)" in log.read_text())
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(120)
     assert not environment.is_ready(slow)
     wait_until(lambda: not environment.users([Path(slow.prefix)]))
     again = wanted(place, "1.0")

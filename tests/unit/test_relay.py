@@ -26,7 +26,7 @@ FILES = {f"part-{number}.bin": random.Random(number).randbytes(2_500_000) for nu
     "empty": b""
 }
 NODES = 4
-CALM_LIMIT_S = 40
+CALM_LIMIT_S = 240
 
 
 def model(folder: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Chain:
     def kill(self, node: int) -> None:
         process = self.running.pop(node)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(120)
 
     def ready(self, node: int) -> bool:
         return (self.folder / str(node) / "demo" / store.READY).is_file()

@@ -109,7 +109,7 @@ def test_too_few_answers_end_in_a_refusal_after_a_bounded_wait(nodes: Nodes) -> 
     began = time.monotonic()
     with pytest.raises(Refusal, match="2 of 3 nodes must agree, and these do not answer: a: "):
         nodes.lease("b").take(600, led=False)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120
 
 
 def test_a_led_restart_goes_on_without_silent_nodes_but_not_against_a_no(nodes: Nodes) -> None:

@@ -15,7 +15,7 @@ from bringup import ROOT, commandline
 from bringup.errors import Exit
 
 INVOKE = Path(sys.executable).parent / "invoke"
-LIMIT_S = 60
+LIMIT_S = 240
 LOCAL = "all: {hosts: {a: {ansible_connection: local}, b: {ansible_connection: local}}}"
 
 

@@ -389,7 +389,7 @@ def _until(process: subprocess.Popen[str], mark: str) -> list[str]:
 
 def _get(url: str, body: bytes | None = None) -> str:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         text: Any = reply.read().decode()
         return str(text)
 
