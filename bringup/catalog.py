@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from bringup import ROOT
+from bringup import ROOT, windows
 from bringup.entries import Entry, build, read_yaml
 from bringup.errors import Problem, UsageError, unknown
 
@@ -195,11 +195,26 @@ class Paths(Entry):
     metrics: str | None = "/metrics"
 
 
+class LogLevel(Entry):
+    """How an engine is told how much to log: a flag or a variable, and what it calls each of our levels."""
+
+    flag: str | None = None
+    environment: str | None = None
+    values: dict[Literal["debug", "info", "warning", "error"], FlagValue]
+
+    @model_validator(mode="after")
+    def _one(self) -> LogLevel:
+        if (self.flag is None) == (self.environment is None):
+            raise ValueError("needs flag or environment, and not both")
+        return self
+
+
 class EngineLog(Entry):
     """The engine's log: `format` is the parser's name; `markers`: phase -> regular expression found when
-    the phase ends."""
+    the phase ends; `level`: how it is told how much to log."""
 
     format: str
+    level: LogLevel | None = None
     markers: dict[Literal["imports", "distributed", "weights", "kv", "jit", "graphs", "ready"], str] = {}
 
     @model_validator(mode="after")
@@ -491,13 +506,31 @@ class Limits(Entry):
     memory_gib: Positive | None = None
 
 
+ChangeWindow = Annotated[str, AfterValidator(windows.checked)]
+"""A range of the week, such as `Mon..Fri 09:00-17:00 Europe/Berlin`."""
+
+
+class DriftWish(Entry):
+    """Signs of drift that restart a server; each is off until its ratio is given (see planned.Drift)."""
+
+    memory_ratio: Annotated[float, Field(gt=1)] | None = None
+    latency_ratio: Annotated[float, Field(gt=1)] | None = None
+    throughput_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
+    for_s: PositiveInt = 600
+
+
 class RestartWish(Entry):
-    """A scheduled restart; what is not given comes from the level above (see planned.Restart)."""
+    """Restarts that nobody asks for by hand; what is not given comes from the level above (see
+    planned.Restart)."""
 
     calendar: Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9*:,./~ +_-]*$")] | None = None
     spread_s: Annotated[int, Field(ge=0)] | None = None
     postpone_s: Annotated[int, Field(ge=0)] | None = None
     drain_s: Annotated[int, Field(ge=0)] | None = None
+    hours: tuple[ChangeWindow, ...] | None = None
+    never: tuple[ChangeWindow, ...] | None = None
+    hours_wait_s: Annotated[int, Field(ge=0)] | None = None
+    drift: DriftWish | None = None
 
 
 class Rung(Entry):

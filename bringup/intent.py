@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt
 
-from bringup import ROOT, windows
-from bringup.catalog import FlagValue, Positive, RestartWish, Word
+from bringup import ROOT
+from bringup.catalog import ChangeWindow, FlagValue, Positive, RestartWish, Word
 from bringup.entries import Entry, Vaulted, read_yaml
 from bringup.errors import Problem, did_you_mean
 
@@ -41,20 +41,21 @@ UserName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,30}$")]
 Address = Annotated[str, AfterValidator(_address)]
 Folder = Annotated[str, AfterValidator(_folder)]
 VaultName = Annotated[str, Field(pattern=r"^vault_[a-z0-9_]+$")]
-ChangeWindow = Annotated[str, AfterValidator(windows.checked)]
-"""A range of the week in which nodes may be changed, such as `Mon..Fri 09:00-17:00 Europe/Berlin`."""
 SettingName = Annotated[str, Field(pattern=r"^(/sys/|[a-z0-9_]+[./])[\w.*/-]+$")]
 """A kernel value (vm.swappiness) or a file under /sys."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class LogWish(Entry):
-    """How logs are cut; what is not given comes from the level above (see planned.LogRotation)."""
+    """How logs are cut, and how much is logged; what is not given comes from the level above (see
+    planned.LogRotation)."""
 
     size_mib: Positive | None = None
     age_hours: Positive | None = None
     keep: PositiveInt | None = None
     mode: Literal["file", "journal"] | None = None
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    lines_per_s: Annotated[int, Field(ge=0)] | None = None
 
 
 class ServiceIntent(Entry):

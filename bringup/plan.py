@@ -10,7 +10,7 @@ import ipaddress
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from bringup.intent import Intent, LogWish, ServiceIntent
 from bringup.inventory import Inventory
 from bringup.planned import (
     ApiKey,
+    Drift,
     Endpoints,
     Finding,
     Fit,
@@ -79,6 +80,8 @@ class Parts:
     gpus: tuple[int, ...]
     flags: Mapping[str, Any]
     placement: Placement
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that say how much to log."""
 
 
 def load(name_or_path: str) -> Plan:
@@ -281,14 +284,33 @@ def _parts(
         lambda: placement.place(platform, gpus, profile.placement.bind, profile.placement.node),
     )
     problems += _reserved(one, here, profile, engine, known)
+    level = _log_level(engine, _logs(one.logs, wanted.node_log_rotation), here, problems)
     if put is None or len(problems) > before:
         return None
-    merged = engine.launch.always | profile.flags | placement.engine_flags(engine.engine, put) | one.flags
+    merged = engine.launch.always | profile.flags | placement.engine_flags(engine.engine, put)
+    merged = merged | level.get("flag", {}) | one.flags
     filled = {
         flag: _filled(value, {"draft": f"{wanted.node_model_folder}/{profile.draft}"})
         for flag, value in merged.items()
     }
-    return Parts(one, wanted.node_platform, platform, profile, engine, model, draft, gpus, filled, put)
+    said = level.get("environment", {})
+    return Parts(one, wanted.node_platform, platform, profile, engine, model, draft, gpus, filled, put, said)
+
+
+def _log_level(
+    engine: Engine, logs: LogRotation, here: str, problems: list[Problem]
+) -> dict[str, dict[str, Any]]:
+    """What tells the engine how much to log: {"flag" or "environment": {its name: its value}}; empty: nobody asked."""
+    way = engine.log.level
+    if logs.level is None:
+        return {}
+    if way is None or logs.level not in way.values:
+        known = ", ".join(way.values) if way else "none"
+        what = f"{engine.engine} {engine.version} has no log level {logs.level}"
+        problems.append(Problem(f"{here}.logs.level", what, f"Known levels: {known}."))
+        return {}
+    kind = "flag" if way.flag else "environment"
+    return {kind: {str(way.flag or way.environment): way.values[logs.level]}}
 
 
 def _other_profiles(platform: str, profile: Profile, known: Catalog) -> str:
@@ -476,7 +498,13 @@ def _variables(part: Parts, cache: str) -> dict[str, str]:
         else {}
     )
     return (
-        own | caches | visible | part.engine.environment | part.profile.environment | part.intent.environment
+        own
+        | caches
+        | visible
+        | part.engine.environment
+        | part.profile.environment
+        | {name: str(value) for name, value in part.said.items()}
+        | part.intent.environment
     )
 
 
@@ -489,7 +517,8 @@ def _restart(one: ServiceIntent, wanted: Intent, profile: Profile) -> Restart:
     """The service's wish, else the host's quiet hours, else the profile's, key by key."""
     levels = (profile.restart, wanted.node_quiet_hours, one.restart)
     given = [level.model_dump(exclude_none=True) for level in levels]
-    return Restart(**{key: value for level in given for key, value in level.items()})
+    merged = {key: value for level in given for key, value in level.items()}
+    return Restart(**{**merged, "drift": Drift(**merged.get("drift", {}))})
 
 
 def _logs(*levels: LogWish) -> LogRotation:
@@ -505,6 +534,8 @@ def _logs(*levels: LogWish) -> LogRotation:
         age_s=int(age * HOUR_S) if age else default.age_s,
         keep=first("keep") or default.keep,
         mode=first("mode") or default.mode,
+        level=first("level"),
+        lines_per_s=first("lines_per_s") or default.lines_per_s,
     )
 
 

@@ -139,24 +139,52 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Drift:
+    """When a server that still answers counts as drifted from the level recorded after its warm-up: its memory
+    (of its control group, without the cache of files) above, its idle probe's seconds above, or its tokens a second
+    for each request below that level times a ratio, for `for_s` seconds on end. None: that sign is off."""
+
+    memory_ratio: float | None = None
+    latency_ratio: float | None = None
+    throughput_ratio: float | None = None
+    for_s: int = 600
+
+    @property
+    def watched(self) -> bool:
+        """Is any sign on?"""
+        return any((self.memory_ratio, self.latency_ratio, self.throughput_ratio))
+
+
+@dataclass(frozen=True)
 class Restart:
     """Scheduled restart: systemd calendar expression (UTC unless it names a zone), seconds of spread and of
-    postponement at most while the server is busy; None calendar: never."""
+    postponement at most while the server is busy; None calendar: never.
+
+    Restarts by schedule and by drift happen only in `hours` (ranges of the week; none: at any time) and not in
+    `never`; outside they wait, at most `hours_wait_s` seconds, and are given up after that."""
 
     calendar: str | None = None
     spread_s: int = 0
     postpone_s: int = 3600
     drain_s: int = 120
+    hours: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    hours_wait_s: int = 43_200
+    drift: Drift = Drift()
 
 
 @dataclass(frozen=True)
 class LogRotation:
-    """When a log file is cut: bytes, seconds of age, and how many compressed ones are kept."""
+    """When a log file is cut: bytes, seconds of age, and how many compressed ones are kept (in journal mode: the
+    same limits of a journal of its own). `level`: how much the engine logs (None: as it likes); lines above
+    `lines_per_s` are dropped and counted (0: none are)."""
 
     size_bytes: int = 64 * 1024 * 1024
     age_s: int = 86_400
     keep: int = 14
     mode: Literal["file", "journal"] = "file"
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    lines_per_s: int = 0
 
 
 @dataclass(frozen=True)
