@@ -4,10 +4,11 @@ The engine's catalog entry maps our names to its own (`Engine.metrics`). A page 
 are no samples are left out, so a new engine version costs a name, not a measurement.
 
 Our names: `running`, `waiting`, `kv_usage`, `generation_tokens_per_second`, `prompt_tokens_total`,
-`generation_tokens_total`, `steps_total` (batches computed, of prefills too), `cached_tokens_total`, `uncached_tokens_total` (where prompt tokens leave cached
-ones out), `cache_queries_total`, `cache_hits_total`, `cache_hit_rate`, `accept_length`, `drafts_total`
-(verification steps), `drafted_tokens_total`, `accepted_tokens_total`, `draft_tokens` (a step's tokens, the
-verified root among them).
+`generation_tokens_total`, `steps_total` (batches computed, those of prefills too), `cached_tokens_total`,
+`uncached_tokens_total` (where prompt tokens leave cached ones out), `cache_queries_total`,
+`cache_hits_total`, `cache_hit_rate`, `accept_length`, `drafts_total` (verification steps),
+`drafted_tokens_total`, `accepted_tokens_total`, `draft_tokens` (a step's tokens, the verified root among
+them).
 """
 
 from __future__ import annotations
