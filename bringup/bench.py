@@ -1,20 +1,22 @@
 """Measurements and what may be concluded from them.
 
 A series is every run of one load, in order, nothing discarded. Rates are tokens a second, times milliseconds
-when a name ends in `_ms`. Percentiles interpolate linearly; a confidence interval is a seeded bootstrap of
-the median, so the same numbers always give the same verdict. docs/bench-and-tune.md gives the reasons for
-each limit.
+when a name ends in `_ms`. Percentiles interpolate linearly; confidence intervals are scipy's bootstrap of the
+median with a fixed seed, so the same numbers always give the same verdict. docs/bench-and-tune.md gives the
+reasons for each limit.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -30,8 +32,8 @@ LOW_ACCEPT_PERCENT = 60.0
 WARM_UP_STEP = 0.05
 WARM_UP_MOST = 5
 DRIFT_STEP = 0.03
-DRIFT_Z = 2.58
-"""Mann-Kendall score of a trend that chance makes once in a hundred series."""
+DRIFT_CHANCE = 0.01
+"""A trend that chance makes more often than once in a hundred series is none."""
 DRIFT_FEWEST = 6
 
 Verdict = Literal["better", "same", "worse", "cannot tell"]
@@ -210,14 +212,29 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """The 95 % bootstrap interval of the median."""
     if len(values) < FEWEST_FOR_INTERVAL:
         return None, None
-    rng = random.Random(SEED)
-    medians = [statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES)]
-    return _middle(medians)
+
+    def median(sample: np.ndarray, axis: int = -1) -> Any:
+        import numpy as np
+
+        return np.median(sample, axis=axis)
+
+    return _bootstrap([values], median)
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float]:
-    tail = (1 - CONFIDENCE) / 2
-    return percentile(values, tail), percentile(values, 1 - tail)
+def _bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[..., Any]) -> tuple[float, float]:
+    """Ends of the 95 % percentile interval of a statistic of one or more samples, each resampled."""
+    import numpy as np
+    from scipy import stats
+
+    found = stats.bootstrap(
+        tuple(np.asarray(sample, dtype=float) for sample in samples),
+        statistic,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def warm_up_runs(values: Sequence[float]) -> int:
@@ -243,17 +260,14 @@ def drift(values: Sequence[float]) -> float:
     Mann-Kendall decides whether there is a trend, Theil-Sen how steep it is.
     """
     count = len(values)
-    if count < DRIFT_FEWEST:
+    middle = statistics.median(values) if values else 0.0
+    if count < DRIFT_FEWEST or min(values) == max(values) or not middle:
         return 0.0
-    pairs = [(values[j] - values[i], j - i) for i in range(count) for j in range(i + 1, count)]
-    score = sum((rise > 0) - (rise < 0) for rise, _ in pairs)
-    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    if abs(score) - 1 < DRIFT_Z * deviation:
+    from scipy import stats
+
+    if stats.kendalltau(range(count), values).pvalue > DRIFT_CHANCE:
         return 0.0
-    middle = statistics.median(values)
-    change = (
-        statistics.median(rise / apart for rise, apart in pairs) * (count - 1) / middle if middle else 0.0
-    )
+    change = float(stats.theilslopes(values).slope) * (count - 1) / middle
     return change if abs(change) >= DRIFT_STEP else 0.0
 
 
@@ -374,12 +388,12 @@ def _change(before: Summary, after: Summary) -> tuple[float, float | None, float
 
 
 def _bootstrap_change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    rng = random.Random(SEED)
+    def change(first: np.ndarray, second: np.ndarray, axis: int = -1) -> Any:
+        import numpy as np
 
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(rng.choices(values, k=len(values)))
+        return np.median(second, axis=axis) / np.maximum(np.median(first, axis=axis), 1e-9) - 1
 
-    return _middle([median(after) / (median(before) or 1.0) - 1 for _ in range(RESAMPLES)])
+    return _bootstrap([before, after], change)
 
 
 def _median_error(summary: Summary) -> float | None:
