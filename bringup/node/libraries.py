@@ -8,18 +8,23 @@ that the node's own has: two libraries of one name in a process are a fault, not
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import platform
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from . import place
-from .undo import run
+from .files import write_atomic
+from .undo import Journal, run
 
 CXX = "libstdc++.so.6"
 LIBC = "libc.so.6"
@@ -36,6 +41,13 @@ MOST_ROWS = 65_536
 
 WEAK = 2
 """Flag of a need that the loader only warns about."""
+
+MEMORY = Path("/var/cache/bringup/libraries")
+"""Where it is kept what was read of each environment's files; anybody may empty it."""
+
+MEMORY_VERSION = 1
+SETTLED_S = 2.0
+"""A file that changed less than this before it was read is read again: its times could not show another change."""
 
 SHARED = re.compile(r"\.so(\.\d+)*$")
 EVIDENCE_KEPT = 3
@@ -192,25 +204,121 @@ def _ldconfig(tool: str) -> str:
     return text + "\n" if code == 0 else ""
 
 
-def libraries(prefix: Path) -> Iterator[Path]:
-    """Shared libraries below a folder, links left out."""
-    for folder, _, names in os.walk(prefix):
-        for name in names:
-            if SHARED.search(name):
-                path = Path(folder, name)
-                if not path.is_symlink():
-                    yield path
-
-
-def scan(prefix: Path) -> list[Library]:
-    """All readable ELF libraries below a folder; what is none is left out."""
-    found = []
-    for path in libraries(prefix):
-        try:
-            found.append(read(path))
-        except (NotElf, OSError):
-            continue
+def scan(prefix: Path, memory: Memory | None = None) -> list[Library]:
+    """All readable ELF libraries below a folder (links left out), with what a verdict asks of them; what is
+    none is left out. With a memory only what it does not know as it is now is read."""
+    kept = memory if memory is not None else Memory()
+    found = [one for path in kept.paths(prefix) if (one := kept.library(path))]
+    kept.forget_others()
     return found
+
+
+class Memory:
+    """What was read of an environment before: a row for each folder and each library, good for as long as its
+    size, times of change and inode are the same. `file` None: nothing is kept beyond this object.
+
+    A folder's time changes with every name that comes, goes or is replaced in it, so a folder that is as it was
+    is not listed again; a file that is written in its place shows it by its own times.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.read_again = 0
+        self._before: dict[str, Any] = {}
+        self._now: dict[str, Any] = {}
+        if file is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                data = json.loads(file.read_text(encoding="utf-8"))
+                if data["version"] == MEMORY_VERSION:
+                    self._before = dict(data["rows"])
+
+    @classmethod
+    def of(cls, prefix: Path) -> Memory:
+        """The memory of an environment on this node."""
+        return cls(MEMORY / f"{quote(str(prefix), safe='')}.json")
+
+    def paths(self, prefix: Path) -> Iterator[str]:
+        """What is called like a shared library below a folder, links left out."""
+        todo = [str(prefix)]
+        while todo:
+            folder = todo.pop()
+            listed = self._known(folder, _listed)
+            if listed:
+                todo += [f"{folder}/{name}" for name in listed[0]]
+                yield from (f"{folder}/{name}" for name in listed[1])
+
+    def library(self, path: str) -> Library | None:
+        """What a file says; None: no library."""
+        return _library(path, self._known(path, _row))
+
+    def _known(self, path: str, look: Callable[[str], Any]) -> Any:
+        """What `look` says of a path, asked only when it is not known as it is now; None when it is gone."""
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return None
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        row = self._before.get(path)
+        if row is None or row[0] != stamp:
+            self.read_again += 1
+            row = [stamp, look(path)]
+        if time.time() - status.st_ctime > SETTLED_S:
+            self._now[path] = row
+        return row[1]
+
+    def forget_others(self) -> None:
+        """What was not asked for is gone: it is not remembered."""
+        self._before, self._now = self._now, {}
+
+    def save(self, role: str) -> None:
+        """To the disk when something was read; memories of environments that are gone go. `role`: in whose
+        journal it is, for an undo. Raises OSError."""
+        if self.file is None or not self.read_again:
+            return
+        Journal(role).remember_paths([self.file])
+        text = json.dumps({"version": MEMORY_VERSION, "rows": self._before}, separators=(",", ":"))
+        write_atomic(self.file, text)
+        for other in self.file.parent.glob("*.json"):
+            if not Path(unquote(other.stem)).is_dir():
+                other.unlink(missing_ok=True)
+
+
+def _listed(folder: str) -> list[list[str]]:
+    """Names of the folders in a folder, and of what is called like a shared library; links are neither."""
+    found: list[list[str]] = [[], []]
+    with suppress(OSError), os.scandir(folder) as rows:
+        for row in rows:
+            if row.is_dir(follow_symlinks=False):
+                if row.name != "__pycache__":  # half of the folders, and Python alone writes there
+                    found[0].append(row.name)
+            elif SHARED.search(row.name) and not row.is_symlink():
+                found[1].append(row.name)
+    return [sorted(names) for names in found]
+
+
+def _row(path: str) -> list[Any] | None:
+    """What a verdict asks of a library, as JSON: machine, soname, needs of the watched ones, and what a libstdc++
+    brings; None: no library."""
+    one = _read_or_none(path)
+    if one is None:
+        return None
+    needs = {name: sorted(one.needs[name]) for name in WATCHED if name in one.needs}
+    brings = sorted(one.provides) if Path(path).name.startswith(CXX) else []
+    return [one.machine, one.soname, needs, brings]
+
+
+def _library(path: str, row: Sequence[Any] | None) -> Library | None:
+    if row is None:
+        return None
+    machine, soname, needs, brings = row
+    return Library(
+        path=path,
+        machine=machine,
+        soname=soname,
+        needed=(),
+        needs={name: frozenset(versions) for name, versions in needs.items()},
+        provides=frozenset(brings),
+    )
 
 
 def of_versions(found: Iterable[Library], library: str) -> dict[str, list[str]]:
@@ -235,13 +343,18 @@ def newest(versions: Iterable[str], family: str) -> str:
 # --- the verdict --------------------------------------------------------------------------------------------
 
 
-def examine(prefix: Path, extra: Sequence[str] = (), cache: Mapping[str, str] | None = None) -> Doctor:
+def examine(
+    prefix: Path,
+    extra: Sequence[str] = (),
+    cache: Mapping[str, str] | None = None,
+    memory: Memory | None = None,
+) -> Doctor:
     """Reads an environment and says what to preload. `extra`: folders that may hold another libstdc++;
     `cache`: where the loader finds libraries (default: asked of this node)."""
     paths = loaded() if cache is None else cache
     system = {name: _read_or_none(paths[name]) for name in WATCHED if name in paths}
     machine = next((one.machine for one in system.values() if one), platform.machine())
-    found = [one for one in scan(prefix) if one.machine == machine]
+    found = [one for one in scan(prefix, memory) if one.machine == machine]
     own = {name: one.provides for name, one in system.items() if one}
     missing = {
         name: {
@@ -367,7 +480,10 @@ def apply(
             verdicts.append({"service": service["name"], "preload": "", "unsolved": [], "scanned": 0})
             continue
         if prefix not in known:
-            known[prefix] = examine(Path(prefix), folders)
+            memory = Memory.of(Path(prefix))
+            known[prefix] = examine(Path(prefix), folders, memory=memory)
+            if not check_only:
+                memory.save(role)
         verdict = known[prefix]
         verdicts.append(
             {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes.util
+import os
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,9 @@ SYSTEM_CXX, SYSTEM_LIBC = HERE[CXX], HERE[LIBC]
 @pytest.fixture(autouse=True)
 def _journals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(undo, "FOLDER", tmp_path / "undo")
+    monkeypatch.setattr(libraries, "MEMORY", tmp_path / "memory")
+    # Files of a test are seconds old at most.
+    monkeypatch.setattr(libraries, "SETTLED_S", -1.0)
 
 
 def test_the_systems_own_libraries_are_read() -> None:
@@ -154,6 +159,18 @@ def test_without_a_newer_one_the_need_is_named_with_its_file_and_a_way_out(needs
     assert "libstdcxx-ng" in verdict.unsolved[0]
 
 
+def test_a_need_of_a_newer_c_plus_plus_abi_counts_as_well(tmp_path: Path) -> None:
+    user = next(
+        path
+        for name, path in sorted(HERE.items())
+        if name != CXX and "CXXABI_1.3" in _needs(path).get(CXX, frozenset())
+    )
+    rename(tmp_path / "env/lib/ext.so", user, b"CXXABI_1.3", b"CXXABI_9.9")
+    verdict = examine(tmp_path / "env")
+    assert list(verdict.missing) == ["CXXABI_9.9"]
+    assert "ext.so need CXXABI_9.9" in verdict.unsolved[0]
+
+
 def test_one_that_would_take_away_a_version_of_the_nodes_own_is_not_preloaded(needs_newer: Path) -> None:
     rename(needs_newer / "lib/libstdc++.so.6.0.99", SYSTEM_CXX, b"GLIBCXX_3.4.21", b"GLIBCXX_3.9.99")
     verdict = examine(needs_newer)
@@ -167,6 +184,105 @@ def test_a_need_of_a_newer_glibc_cannot_be_preloaded_and_says_so(tmp_path: Path)
     assert verdict.preload == ""
     assert "x.so need GLIBC_2.99" in verdict.unsolved[0]
     assert "cannot be preloaded" in verdict.unsolved[0]
+
+
+# --- what was read before
+
+
+def remembered(env: Path) -> tuple[libraries.Doctor, int]:
+    """The verdict with the environment's memory, and how much had to be read for it."""
+    memory = libraries.Memory.of(env)
+    verdict = examine(env, memory=memory)
+    memory.save("demo")
+    return verdict, memory.read_again
+
+
+def test_what_did_not_change_is_not_read_again(needs_newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = examine(needs_newer)
+    first, read_first = remembered(needs_newer)
+    # Five folders from the environment down to the library, and the library.
+    assert (first, read_first) == (plain, 6)
+    monkeypatch.setattr(libraries, "_read_or_none", {path: read(path) for path in HERE.values()}.get)
+    assert remembered(needs_newer) == (plain, 0)
+
+
+def _in_its_place(path: Path) -> None:
+    """Other bytes of the same length in the same file, with the old time of change put back."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(path.read_bytes().replace(b"GLIBCXX_3.9.99\0", b"GLIBCXX_3.9.98\0"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _by_a_rename(path: Path) -> None:
+    beside = path.with_name("beside")
+    beside.write_bytes(path.read_bytes().replace(b"GLIBCXX_3.9.99\0", b"GLIBCXX_3.9.98\0"))
+    beside.rename(path)
+
+
+def _by_another_name(path: Path) -> None:
+    _by_a_rename(path)
+    path.rename(path.with_name("other.so"))
+
+
+def _in_a_new_folder(path: Path) -> None:
+    (path.parent / "deep" / "er").mkdir(parents=True)
+    _by_a_rename(path)
+    path.rename(path.parent / "deep" / "er" / path.name)
+
+
+@pytest.mark.parametrize("change", [_in_its_place, _by_a_rename, _by_another_name, _in_a_new_folder])
+def test_a_library_that_changed_is_read_again(needs_newer: Path, change: Callable[[Path], None]) -> None:
+    remembered(needs_newer)
+    change(next(needs_newer.rglob("*.so")))
+    verdict, again = remembered(needs_newer)
+    assert list(verdict.missing) == ["GLIBCXX_3.9.98"]
+    assert again > 0
+    assert remembered(needs_newer) == (verdict, 0)
+
+
+def test_a_library_that_is_gone_is_forgotten(needs_newer: Path) -> None:
+    remembered(needs_newer)
+    next(needs_newer.rglob("*.so")).unlink()
+    verdict, _ = remembered(needs_newer)
+    assert (verdict.missing, verdict.scanned) == ({}, 0)
+    assert ".so" not in libraries.Memory.of(needs_newer).file.read_text()  # type: ignore[union-attr]
+
+
+def test_a_library_that_has_just_changed_is_not_remembered(
+    needs_newer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another change within a tick of the clock could leave its times as they are."""
+    monkeypatch.setattr(libraries, "SETTLED_S", 3600.0)
+    remembered(needs_newer)
+    assert remembered(needs_newer)[1] == 6
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 0, "rows": {}}', '{"version": 1, "rows": 5}'])
+def test_a_memory_that_is_none_is_written_again(needs_newer: Path, text: str) -> None:
+    first, _ = remembered(needs_newer)
+    file = libraries.Memory.of(needs_newer).file
+    assert file is not None
+    file.write_text(text)
+    assert remembered(needs_newer) == (first, 6)
+    assert remembered(needs_newer) == (first, 0)
+
+
+def test_the_memory_of_an_environment_that_is_gone_goes_and_an_undo_takes_it_all(
+    needs_newer: Path, tmp_path: Path
+) -> None:
+    remembered(needs_newer)
+    old = needs_newer.rename(tmp_path / "old")
+    service = {"name": "words", "prefix": str(old), "drop_in": str(tmp_path / "unit.d" / "50-libraries.conf")}
+    assert not libraries.apply([service], (), "demo", check_only=True)["changed"]
+    assert [libraries.Memory.of(needs_newer).file] == list(libraries.MEMORY.iterdir())
+    libraries.apply([service], (), "demo", check_only=False)
+    assert [libraries.Memory.of(old).file] == list(libraries.MEMORY.iterdir())
+    undo.Journal("demo").restore()
+    assert not libraries.MEMORY.exists()
+
+
+# --- candidates
 
 
 def made(**changes: object) -> Library:
