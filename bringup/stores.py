@@ -138,7 +138,7 @@ def told(seconds: float) -> str:
 # --- from node to node --------------------------------------------------------------------------------------
 
 READY_SERVERS = 2
-"""Nodes that have the model already and serve it to those that lack it."""
+"""Nodes of a rack that have the model already and serve it to those that lack it."""
 
 
 def readiness(
@@ -161,16 +161,37 @@ def readiness(
 def place(host: str, ready: Mapping[str, bool], hostvars: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """A host's place in the chain: `before` (addresses to follow, nearest first) and `allowed`.
 
-    The order is the inventory's: those that lack the model one after the other, behind those that have it. A
-    host that has it and is not needed as a server has no place (None).
+    Those that lack the model come one after the other, in the order of `ready` (rack by rack). In each rack
+    (`node_rack`) the first of them follows one of the same rack that has it, if there is one, and only else
+    the last of the racks before; who is near comes first also when a node dies. A host that has the model and is
+    not needed as a server has no place (None).
     """
     if host not in ready:
         return {"before": [], "allowed": []}
+    racks = {name: hostvars[name].get("node_rack") for name in ready}
     lacking = [name for name, has in ready.items() if not has]
-    serving = [name for name, has in ready.items() if has][:READY_SERVERS] if lacking else []
+    serving = _serving([name for name, has in ready.items() if has], lacking, racks)
     if host not in (*lacking, *serving):
         return None
-    order = [*serving, *lacking]
-    before = order[: order.index(host)][::-1] if host in lacking else []
-    addresses = {name: str(hostvars[name].get("ansible_host") or name) for name in order}
-    return {"before": [addresses[name] for name in before], "allowed": [addresses[name] for name in order]}
+    before = _before(host, lacking, serving, racks) if host in lacking else []
+    addresses = {name: str(hostvars[name].get("ansible_host") or name) for name in (*serving, *lacking)}
+    return {"before": [addresses[name] for name in before], "allowed": list(addresses.values())}
+
+
+def _serving(having: Sequence[str], lacking: Sequence[str], racks: Mapping[str, Any]) -> list[str]:
+    """Of the hosts that have a model those that serve it: some in each rack where it is lacking, or some of all."""
+    near = [
+        name
+        for rack in dict.fromkeys(racks[host] for host in lacking)
+        for name in [one for one in having if racks[one] == rack][:READY_SERVERS]
+    ]
+    if len(near) < READY_SERVERS and lacking:
+        near += [name for name in having if name not in near][: READY_SERVERS - len(near)]
+    return near
+
+
+def _before(host: str, lacking: Sequence[str], serving: Sequence[str], racks: Mapping[str, Any]) -> list[str]:
+    """Whom a host follows, nearest first: its own rack's chain and servers, then the others'."""
+    earlier = lacking[: list(lacking).index(host)][::-1]
+    own = [name for group in (earlier, serving[::-1]) for name in group if racks[name] == racks[host]]
+    return own + [name for name in (*earlier, *serving[::-1]) if name not in own]

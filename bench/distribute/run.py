@@ -4,7 +4,9 @@
 
 Each node is a network namespace behind its own rate limit (token bucket both ways) on one bridge. Needs
 root, `ip` and `tc`. Prints one JSON object; times are from the start of the processes until the folder of
-every (living) node is ready. Give --folder a memory file system, or the disk is what is measured.
+every (living) node is ready. `up_s` of them is until every node's process listens: here all nodes share this
+machine's cores, and Python's start is most of that. `cpu_s_gib` is the CPU time (system and user) of all
+processes a node and GiB received, start included. Give --folder a memory file system, or the disk is what is measured.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -103,10 +107,12 @@ def make(folder: Path, mib: int, files: int) -> list[dict[str, Any]]:
     return rows
 
 
-def inside(node: int, argv: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process of a node."""
+def inside(node: int, argv: Sequence[str], base: Path) -> subprocess.Popen[bytes]:
+    """A process of a node; what Python compiles of our modules is kept, as it is on a node."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(base / "compiled")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(
-        ["ip", "netns", "exec", f"{PREFIX}{node}", *argv], cwd=ROOT, start_new_session=True
+        ["ip", "netns", "exec", f"{PREFIX}{node}", *argv], cwd=ROOT, env=environment, start_new_session=True
     )
 
 
@@ -119,18 +125,42 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def play(way: str, base: Path, rows: Sequence[dict[str, Any]], nodes: int, t1: float) -> float:
-    """Seconds until all nodes are ready; `killed`: node 2 dies after a third of a copy's time."""
+def listens(process: subprocess.Popen[bytes]) -> bool:
+    """Does somebody listen on the relays' port in a process's network?"""
+    wanted = f":{PORT:04X}"
+    try:
+        rows = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:
+        return False
+    return any(row.split()[1].endswith(wanted) and row.split()[3] == "0A" for row in rows)
+
+
+def cpu() -> float:
+    """CPU seconds of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def play(way: str, base: Path, rows: Sequence[dict[str, Any]], nodes: int, t1: float) -> dict[str, float]:
+    """Seconds until all nodes are ready (and until all listened), and the CPU seconds of all processes.
+
+    `killed`: node 2 dies after a third of a copy's time.
+    """
     running: dict[int, subprocess.Popen[bytes]] = {}
     for node in range(1, nodes):
         shutil.rmtree(base / str(node), ignore_errors=True)
     shutil.rmtree(base / "0" / "demo" / ".bringup", ignore_errors=True)
+    began, up, seconds = cpu(), 0.0, 0.0
+    argvs = [command(way, base, rows, node) for node in range(nodes)]
     started = time.monotonic()
     try:
-        for node in range(nodes):
-            running[node] = inside(node, command(way, base, rows, node))
+        for node, argv in enumerate(argvs):
+            running[node] = inside(node, argv, base)
         waiting = set(range(1, nodes))
+        silent = set(range(1 if way == "star" else nodes))
         while waiting:
+            silent = {node for node in silent if not listens(running[node])}
+            up = up or (0.0 if silent else time.monotonic() - started)
             if time.monotonic() - started > LIMIT_S:
                 raise SystemExit(f"{way}: nodes {sorted(waiting)} were not ready after {LIMIT_S} s")
             if way == "killed" and 2 in waiting and time.monotonic() - started > t1 / 3:
@@ -140,10 +170,11 @@ def play(way: str, base: Path, rows: Sequence[dict[str, Any]], nodes: int, t1: f
                 node for node in waiting if not (base / str(node) / "demo/.bringup/ready.json").exists()
             }
             time.sleep(0.02)
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
     finally:
         for process in running.values():
             end(process)
+    return {"seconds": seconds, "up_s": up, "cpu_s": cpu() - began}
 
 
 def command(way: str, base: Path, rows: Sequence[dict[str, Any]], node: int) -> list[str]:
@@ -175,6 +206,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--ways", default="chain,killed,star")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument(
         "--folder", help="where the nodes keep their files (default: the folder for temporary files)"
     )
@@ -185,10 +217,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder, network(given.nodes + 1, given.mbit):
         base = Path(folder)
         rows = make(base / "0" / "demo", given.mib, given.files)
+        inside(0, [sys.executable, "-c", "import bringup.node.relay"], base).wait()
         for way in given.ways.split(","):
-            seconds = play(way, base, rows, given.nodes + 1, t1)
-            result["ways"][way] = {"seconds": round(seconds, 2), "of_one_nic": round(seconds / t1, 3)}
-            print(f"{way}: {seconds:.2f} s, {seconds / t1:.2f} x one card", file=sys.stderr, flush=True)
+            runs = []
+            for _ in range(given.repeats):
+                run = play(way, base, rows, given.nodes + 1, t1)
+                run.update(of_one_nic=run["seconds"] / t1, load_1m=os.getloadavg()[0])
+                run["cpu_s_gib"] = run["cpu_s"] / given.nodes / (given.mib / 1024)
+                runs.append({name: round(value, 3) for name, value in run.items()})
+                print(f"{way}: {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
+            ratios = [run["of_one_nic"] for run in runs]
+            result["ways"][way] = {
+                "median": round(statistics.median(ratios), 3),
+                "min": min(ratios),
+                "max": max(ratios),
+                "runs": runs,
+            }
     print(json.dumps(result))
 
 

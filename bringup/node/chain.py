@@ -43,8 +43,8 @@ def unit_of(model: str) -> str:
     return f"bringup-relay-{model}"
 
 
-def spec_of(model: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
-    """What the relay is told."""
+def spec_of(model: Mapping[str, Any], chain: Chain, until: float = float("inf")) -> dict[str, Any]:
+    """What the relay is told. `until`: when it must end (of the monotonic clock)."""
     return {
         "model": {name: model[name] for name in ("name", "folder", "files", "expects") if name in model},
         "listen": ["::" if any(":" in address for address in chain.allowed) else "0.0.0.0", chain.port],
@@ -52,6 +52,7 @@ def spec_of(model: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
         "allowed": list(chain.allowed),
         "idle_s": IDLE_S,
         "bytes_s": chain.bytes_s,
+        "seconds": max(1.0, until - time.monotonic()) if until < float("inf") else 0,
     }
 
 
@@ -59,16 +60,20 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def start(model: Mapping[str, Any], chain: Chain) -> None:
+def start(model: Mapping[str, Any], chain: Chain, until: float = float("inf")) -> None:
     """Starts the relay of a model, a new one if one runs already. Raises store.StoreFailed."""
     name = str(model["name"])
-    for part in (contents, download, fetch, files, relay, store):
-        target = PROGRAM / "bringup" / "node" / Path(str(part.__file__)).name
-        files.write_atomic(target, inspect.getsource(part))
-    for folder in ("bringup", "bringup/node"):
-        files.write_atomic(PROGRAM / folder / "__init__.py", "")
+    texts = {
+        f"bringup/node/{Path(str(part.__file__)).name}": inspect.getsource(part)
+        for part in (contents, download, fetch, files, relay, store)
+    }
+    for place, text in {**texts, "bringup/__init__.py": "", "bringup/node/__init__.py": ""}.items():
+        # A file that is right stays: Python has compiled it already.
+        target = PROGRAM / place
+        if not target.is_file() or files.read_text(target) != text:
+            files.write_atomic(target, text)
     spec = SPECS / f"{name}.json"
-    files.write_atomic(spec, json.dumps(spec_of(model, chain)))
+    files.write_atomic(spec, json.dumps(spec_of(model, chain, until)))
     unit = unit_of(name)
     _systemctl("stop", unit)
     _systemctl("reset-failed", unit)
@@ -114,7 +119,7 @@ def ensure(
     """
     before = store.look(model, deep)
     if before["ready"]:
-        start(data, chain)
+        start(data, chain, access.limits.until)
         return before
     (model.folder / store.READY).unlink(missing_ok=True)
     wanted: Sequence[store.File] = [file for file in model.files if file.path in before["faults"]]
@@ -122,7 +127,7 @@ def ensure(
         raise store.StoreFailed(problem)
     for path in before["faults"]:
         (model.folder / path).unlink(missing_ok=True)
-    start(data, chain)
+    start(data, chain, access.limits.until)
     left = min(ARRIVAL_LIMIT_S, access.limits.until - time.monotonic())
     arrived = bool(chain.before) and await_arrival(model, left)
     try:

@@ -6,9 +6,11 @@ a chain takes about as long as one copy. The head (no `upstreams`) has the files
 serves. Whole files are compared with the lock on arrival, and the folder gets its stamp.
 
     python relay.py SPEC.json
-    {"model": ..., "listen": [ADDRESS, PORT], "upstreams": [URL, ...], "idle_s": N, "allowed": [ADDRESS, ...]}
+    {"model": ..., "listen": [ADDRESS, PORT], "upstreams": [URL, ...], "idle_s": N, "allowed": [ADDRESS, ...],
+     "bytes_s": CAP or 0, "seconds": N or 0}
 
-Ends with 0 when the folder is ready and nobody has asked for `idle_s` seconds, with 1 when it cannot be had.
+With `seconds` everything ends then, in the middle of a file if need be; the next run goes on there. Ends with
+0 when the folder is ready and nobody has asked for `idle_s` seconds, with 1 when it cannot be had.
 """
 
 from __future__ import annotations
@@ -31,18 +33,23 @@ from typing import Any
 
 if __package__:
     from . import store
-    from .download import partial_of
+    from .download import HOURS_OVER, partial_of
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from bringup.node import store
-    from bringup.node.download import partial_of
+    from bringup.node.download import HOURS_OVER, partial_of
+
+BUFFERED_BYTES = 64 * 1024
+"""More than an answer of `http.client` buffers."""
+
+WAKE_BYTES = 256 * 1024
+"""Bytes that must have come before a follower is woken, unless its block needs fewer."""
 
 SMALLEST_BLOCK = 256 * 1024
 LARGEST_BLOCK = 16 * 1024 * 1024
 BLOCKS_A_MODEL = 1024
 """About how many blocks a model has: few enough to list, enough that one block a hop is no delay."""
 
-READ_BYTES = 256 * 1024
 AT_ONCE = 4
 """Files that are on their way at the same time: one connection each."""
 
@@ -83,32 +90,37 @@ def block_size(total: int) -> int:
 
 @dataclass
 class Item:
-    """One file on its way: its blocks' hashes (None: not known yet), and how many bytes are verified."""
+    """One file on its way: its marks (None: not known yet), how many bytes are verified, and their hash.
+
+    A mark is the sha256 of the file from its start to the end of a block, so that one pass over the bytes
+    verifies each block and the whole file: the last mark is the file's own sha256, which the lock has.
+    """
 
     file: store.File
     target: Path
     changed: threading.Condition = field(default_factory=threading.Condition)
-    blocks: list[str] | None = None
+    marks: list[str] | None = None
     verified: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
 
-    @property
-    def whole(self) -> bool:
-        """Is every byte there and right?"""
-        return self.blocks is not None and self.verified == self.file.size
-
-    def tell(self, blocks: list[str] | None = None, verified: int | None = None) -> None:
+    def tell(self, marks: list[str] | None, verified: int) -> None:
         """Notes news and wakes whoever waits for it."""
         with self.changed:
-            self.blocks = blocks if blocks is not None else self.blocks
-            self.verified = verified if verified is not None else self.verified
+            self.marks, self.verified = marks, verified
             self.changed.notify_all()
 
 
 class Relay:
-    """The state of one model on one node."""
+    """The state of one model on one node. `until` (of the monotonic clock) is when the hours for models end."""
 
-    def __init__(self, model: store.Model, upstreams: Sequence[str] = (), bytes_s: float = 0) -> None:
+    def __init__(
+        self,
+        model: store.Model,
+        upstreams: Sequence[str] = (),
+        bytes_s: float = 0,
+        until: float = float("inf"),
+    ) -> None:
+        self.until = until
         self.model = model
         self.upstreams = list(upstreams)
         self.bytes_s = bytes_s / AT_ONCE
@@ -153,29 +165,38 @@ class Relay:
         """One file: what is there already, from the node before, or (at the head) when it appears."""
         if not self.upstreams:
             self._wait_for(item)
-        elif item.target.is_file() and not store.fault(item.target, item.file):
-            self._take_own(item)
-        else:
+        elif not item.target.is_file() or self._take_own(item):
             self._follow(item)
+
+    def check_hours(self) -> None:
+        """Raises RelayFailed when they are over; what is here stays."""
+        if time.monotonic() > self.until:
+            raise RelayFailed(HOURS_OVER)
 
     def _wait_for(self, item: Item) -> None:
         """At the head: a file has its real name only when it is right, so it is hashed then."""
         end = time.monotonic() + HEAD_LIMIT_S
         while not (item.target.is_file() and item.target.stat().st_size == item.file.size):
+            self.check_hours()
             if time.monotonic() > end or self.stop.wait(WATCH_S):
                 raise RelayFailed(f"{item.file.path} did not appear within {HEAD_LIMIT_S} s")
-        if fault := store.fault(item.target, item.file):
+        if fault := self._take_own(item):
             raise RelayFailed(f"{item.file.path} {fault}")
-        self._take_own(item)
 
-    def _take_own(self, item: Item) -> None:
-        item.tell(blocks=blocks_of(item.target, self.block), verified=item.file.size)
+    def _take_own(self, item: Item) -> str:
+        """Serves the file that is here; returns what is wrong with it instead ("": nothing)."""
+        marks, digest = marks_of(item.target, self.block)
+        if digest != item.file.sha256:
+            return "has other bytes than the lock says (sha256 differs)"
+        item.tell(marks, item.file.size)
+        return ""
 
     def _follow(self, item: Item) -> None:
         """From the first node of the list that lives; what was verified stays, whoever it came from."""
         fruitless = 0
         why: dict[str, str] = {}
         while fruitless < ROUNDS:
+            self.check_hours()
             before = item.verified
             for upstream in self.upstreams:
                 reason = self._stay_with(upstream, item)
@@ -212,57 +233,64 @@ class Relay:
         place = urllib.parse.quote(item.file.path)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STALL_LIMIT_S)
         try:
-            if item.blocks is None:
-                self._start(item, json.loads(_ask(connection, f"/blocks/{place}", {}).read()))
+            if item.marks is None:
+                self._start(item, json.loads(_ask(connection, f"/marks/{place}", {}).read()))
             if item.verified < item.file.size:
                 answer = _ask(connection, f"/file/{place}", {"Range": f"bytes={item.verified}-"})
-                self._stream(answer, item)
+                self._stream(_Body(connection, answer), item)
         finally:
             connection.close()
         self._accept(item)
 
     def _start(self, item: Item, about: Mapping[str, Any]) -> None:
-        """Takes the list of hashes, and of an earlier attempt's bytes those that fit it."""
-        count = -(-item.file.size // self.block)
-        if about.get("block") != self.block or len(about.get("blocks", ())) != count:
+        """Takes a node's marks, and of an earlier attempt's bytes those that fit them. Raises _Lost."""
+        marks = [str(text) for text in about.get("marks", ())]
+        if about.get("block") != self.block or len(marks) != -(-item.file.size // self.block):
             raise _Lost("has another list of blocks")
-        blocks = [str(text) for text in about["blocks"]]
+        if marks and marks[-1] != item.file.sha256:
+            raise _Lost("has another file than the lock says")
         partial = partial_of(item.target)
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
-        good = 0
-        item.digest = hashlib.sha256()
+        good, digest = 0, hashlib.sha256()
         with partial.open("rb+") as file:
-            for wanted in blocks:
+            for mark in marks:
                 data = file.read(min(self.block, item.file.size - good))
-                if hashlib.sha256(data).hexdigest() != wanted:
+                after = _after(digest, data)
+                if after.hexdigest() != mark:
                     break
-                item.digest.update(data)
-                good += len(data)
+                good, digest = good + len(data), after
             file.truncate(good)
-        item.tell(blocks=blocks, verified=good)
+        item.digest = digest
+        item.tell(marks, good)
 
-    def _stream(self, answer: http.client.HTTPResponse, item: Item) -> None:
-        assert item.blocks is not None
+    def _stream(self, body: _Body, item: Item) -> None:
+        marks = item.marks
+        assert marks is not None
         started, first = time.monotonic(), item.verified
+        buffer = memoryview(bytearray(self.block))
         with partial_of(item.target).open("ab", buffering=0) as file:
             while item.verified < item.file.size:
-                data = _exactly(answer, min(self.block, item.file.size - item.verified))
-                if hashlib.sha256(data).hexdigest() != item.blocks[item.verified // self.block]:
+                data = buffer[: min(self.block, item.file.size - item.verified)]
+                body.fill(data)
+                after = _after(item.digest, data)
+                if after.hexdigest() != marks[item.verified // self.block]:
+                    # Whose fault it is cannot be told: the next node's own marks judge what is here.
+                    item.tell(None, item.verified)
                     raise _Lost("sent a block whose hash is wrong")
                 file.write(data)
-                item.digest.update(data)
-                item.tell(verified=item.verified + len(data))
+                item.digest = after
+                item.tell(marks, item.verified + len(data))
+                self.check_hours()
                 if self.bytes_s:
                     due = (item.verified - first) / self.bytes_s
                     time.sleep(max(0.0, due - (time.monotonic() - started)))
 
     def _accept(self, item: Item) -> None:
-        """The whole file, compared with the lock, gets its name; a wrong one is thrown away."""
+        """The whole file gets its name."""
         partial = partial_of(item.target)
         if item.digest.hexdigest() != item.file.sha256:
-            partial.unlink(missing_ok=True)
-            item.blocks, item.verified = None, 0
+            item.tell(None, 0)
             raise _Lost("its file is not what the lock says (sha256 differs)")
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -279,11 +307,11 @@ class Relay:
             return item.target.open("rb")
 
     def wait(self, item: Item, beyond: int, limit_s: float) -> bool:
-        """Waits until there are verified bytes beyond an offset (or, at -1, the list of blocks)."""
+        """Waits until there are verified bytes beyond an offset (or, at -1, the marks)."""
         with item.changed:
             return item.changed.wait_for(
                 lambda: (
-                    self.stop.is_set() or (item.blocks is not None and (beyond < 0 or item.verified > beyond))
+                    self.stop.is_set() or (item.marks is not None and (beyond < 0 or item.verified > beyond))
                 ),
                 limit_s,
             )
@@ -301,17 +329,36 @@ def _ask(
     return answer
 
 
-def _exactly(answer: http.client.HTTPResponse, size: int) -> bytearray:
-    """So many bytes of an answer. Raises _Lost when it ends before."""
-    data = bytearray(size)
-    view = memoryview(data)
-    have = 0
-    while have < size:
-        count = answer.readinto(view[have : have + READ_BYTES])
-        if not count:
-            raise _Lost("closed the connection")
-        have += count
-    return data
+class _Body:
+    """An answer's bytes, straight from its connection.
+
+    We are woken once a block and not for each packet: on a slow network that was most of a relay's CPU time.
+    """
+
+    def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
+        # What came along with the headers lies in the answer's buffer; after this there is nothing in it.
+        self.first = answer.read1(BUFFERED_BYTES)
+        self.socket = connection.sock
+
+    def fill(self, data: memoryview) -> None:
+        """Fills `data`. Raises _Lost when the answer ends before, TimeoutError or OSError."""
+        have = min(len(self.first), len(data))
+        data[:have] = self.first[:have]
+        self.first = self.first[have:]
+        while have < len(data):
+            enough = min(len(data) - have, WAKE_BYTES)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            count = self.socket.recv_into(data[have:])
+            if not count:
+                raise _Lost("closed the connection")
+            have += count
+
+
+def _after(digest: Any, data: bytes | memoryview) -> Any:
+    """The hash with more bytes; the old one stays as it is."""
+    after = digest.copy()
+    after.update(data)
+    return after
 
 
 def alive(upstream: str) -> bool:
@@ -327,9 +374,10 @@ def alive(upstream: str) -> bool:
         connection.close()
 
 
-def blocks_of(path: Path, block: int) -> list[str]:
-    """The sha256 of each block of a file."""
+def marks_of(path: Path, block: int) -> tuple[list[str], str]:
+    """The sha256 of a file up to the end of each of its blocks, and of all of it. Raises OSError."""
     found = []
+    digest = hashlib.sha256()
     buffer = bytearray(block)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -337,12 +385,13 @@ def blocks_of(path: Path, block: int) -> list[str]:
             have = count
             while have < block and (count := file.readinto(view[have:])):
                 have += count
-            found.append(hashlib.sha256(view[:have]).hexdigest())
-    return found
+            digest.update(view[:have])
+            found.append(digest.copy().hexdigest())
+    return found, digest.hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """/alive, /blocks/PATH (the hashes, when they are known), /file/PATH (with Range, as it comes)."""
+    """/alive, /marks/PATH (when they are known), /file/PATH (with Range, as it comes)."""
 
     protocol_version = "HTTP/1.1"
 
@@ -364,11 +413,11 @@ class Handler(BaseHTTPRequestHandler):
         item = self.relay.items.get(name)
         if kind == "alive":
             self._plain(200, b"{}")
-        elif item is None or kind not in ("blocks", "file"):
+        elif item is None or kind not in ("marks", "file"):
             self._plain(404, b"")
         else:
             self.relay.asked = time.monotonic()
-            self._blocks(item) if kind == "blocks" else self._file(item)
+            self._marks(item) if kind == "marks" else self._file(item)
 
     def _plain(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -376,11 +425,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _blocks(self, item: Item) -> None:
-        if not self.relay.wait(item, -1, PATIENCE_S) or item.blocks is None:
+    def _marks(self, item: Item) -> None:
+        if not self.relay.wait(item, -1, PATIENCE_S) or (marks := item.marks) is None:
             self._plain(503, b"")
             return
-        self._plain(200, json.dumps({"block": self.relay.block, "blocks": item.blocks}).encode())
+        self._plain(200, json.dumps({"block": self.relay.block, "marks": marks}).encode())
 
     def _file(self, item: Item) -> None:
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))
@@ -401,8 +450,10 @@ class Handler(BaseHTTPRequestHandler):
                 count = item.verified - at
                 if count <= 0:
                     return
-                self.connection.sendfile(file, at, count)
-                at += count
+                sent = self.connection.sendfile(file, at, count)
+                if sent < count:
+                    return
+                at += sent
                 self.relay.asked = time.monotonic()
 
 
@@ -433,14 +484,16 @@ class Server(ThreadingHTTPServer):
 def run(spec: Mapping[str, Any]) -> int:
     """Gets, serves, and ends when nobody needs us any more. Returns the exit code."""
     model = store.Model.of(spec["model"])
-    relay = Relay(model, spec.get("upstreams", ()), float(spec.get("bytes_s", 0)))
+    seconds = float(spec.get("seconds", 0))
+    until = time.monotonic() + seconds if seconds else float("inf")
+    relay = Relay(model, spec.get("upstreams", ()), float(spec.get("bytes_s", 0)), until)
     address, port = spec["listen"]
     server = Server((address, int(port)), relay, spec.get("allowed", ()))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
     try:
         relay.get_all()
         relay.asked = time.monotonic()
-        while time.monotonic() - relay.asked < float(spec["idle_s"]):
+        while time.monotonic() - relay.asked < float(spec["idle_s"]) and time.monotonic() < until:
             time.sleep(WATCH_S)
         return 0
     except (RelayFailed, store.StoreFailed, OSError) as error:

@@ -574,6 +574,35 @@ def test_who_lacks_a_model_reads_from_the_one_before_it_behind_those_that_have_i
     assert {host: place and place["before"] for host, place in places.items()} == before
 
 
+@pytest.mark.parametrize(
+    ("state", "before"),
+    [
+        # Racks r and s; each has one that has it: nobody reads from the other rack while its own lives.
+        ("r+ r- s+ s-", {0: [], 1: [0, 2], 2: [], 3: [2, 1, 0]}),
+        # Nobody of rack s has it: its first one follows the last of rack r, so the link carries it once.
+        ("r+ r- s- s-", {0: [], 1: [0], 2: [1, 0], 3: [2, 1, 0]}),
+        # Rack r lacks nothing, so one of its own is enough beside the one in rack s, and the third has no place.
+        ("r+ r+ r+ s+ s-", {0: [], 1: None, 2: None, 3: [], 4: [3, 0]}),
+        ("r- s+ s-", {0: [1], 1: [], 2: [1, 0]}),
+    ],
+)
+def test_who_lacks_a_model_reads_from_its_own_rack_first(
+    state: str, before: dict[int, list[int] | None]
+) -> None:
+    signs = state.split()
+    known = {
+        f"n{index}": {"ansible_host": f"10.0.0.{index}", "node_rack": sign[0]}
+        for index, sign in enumerate(signs)
+    }
+    ready = {f"n{index}": sign[1] == "+" for index, sign in enumerate(signs)}
+    places = {index: stores.place(f"n{index}", ready, known) for index in range(len(signs))}
+    numbers = {
+        index: place and [int(address.rpartition(".")[2]) for address in place["before"]]
+        for index, place in places.items()
+    }
+    assert numbers == before
+
+
 def test_only_hosts_that_play_and_were_looked_at_count() -> None:
     row = {"item": {"name": "demo"}, "ready": True}
     hostvars = {

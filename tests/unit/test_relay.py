@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from bringup import ROOT
-from bringup.node import relay, store
+from bringup.node import download, relay, store
 
 FILES = {f"part-{number}.bin": random.Random(number).randbytes(2_500_000) for number in range(3)} | {
     "empty": b""
@@ -185,6 +185,41 @@ def test_wrong_bytes_from_a_node_are_not_taken(tmp_path: Path) -> None:
         relay.Relay(store.Model.of(model(tmp_path / "me")), [liar, honest]).get_all()
     folder = tmp_path / "me" / "demo"
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == FILES
+
+
+def test_bytes_from_a_node_whose_marks_lie_are_thrown_away(tmp_path: Path) -> None:
+    """Its marks fit its wrong bytes and end with the lock's own sha256, so the last block shows the lie."""
+    bad, good = holding(tmp_path / "bad", lies=True), holding(tmp_path / "good", lies=False)
+    for item in bad.items.values():
+        marks, _ = relay.marks_of(item.target, bad.block)
+        item.tell([*marks[:-1], item.file.sha256] if marks else [], item.verified)
+    with served(bad) as liar, served(good) as honest:
+        relay.Relay(store.Model.of(model(tmp_path / "me")), [liar, honest]).get_all()
+    folder = tmp_path / "me" / "demo"
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == FILES
+
+
+def test_a_node_with_another_file_than_the_lock_says_is_left_before_a_byte_is_taken(tmp_path: Path) -> None:
+    bad, good = holding(tmp_path / "bad", lies=True), holding(tmp_path / "good", lies=False)
+    for item in bad.items.values():
+        item.tell(relay.marks_of(item.target, bad.block)[0], item.verified)
+    me = relay.Relay(store.Model.of(model(tmp_path / "me")), [])
+    with served(bad) as liar, served(good) as honest:
+        item = me.items["part-0.bin"]
+        assert me._stay_with(liar, item) == "has another file than the lock says"
+        assert (item.verified, download.partial_of(item.target).exists()) == (0, False)
+        assert me._stay_with(honest, item) == ""
+
+
+def test_when_the_hours_for_models_end_a_follower_stops_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    wanted = store.Model.of(model(tmp_path / "me"))
+    with served(holding(tmp_path / "good", lies=False)) as honest:
+        late = relay.Relay(wanted, [honest], until=time.monotonic() - 1)
+        with pytest.raises(relay.RelayFailed, match="the hours in which models may be fetched are over"):
+            late.get_all()
+        assert not (wanted.folder / store.READY).exists()
+        relay.Relay(wanted, [honest]).get_all()
+    assert (wanted.folder / store.READY).is_file()
 
 
 def test_a_model_that_no_node_has_ends_with_every_reason(
