@@ -518,6 +518,7 @@ def envs_lock(c: Context, engine: str, arch: str = "x86_64", json: bool = False)
         "limit": LIMIT,
         "service": "only this service",
         "suite": "a suite of catalog/suites",
+        "scale": "prompts and answers at this share of their length, such as 0.1 (for slow servers; named so)",
         "against": "compare with: profile (its own measurement) or a profile, an earlier bench run, or a file",
         "json": JSON,
     }
@@ -528,6 +529,7 @@ def bench(
     limit: str | None = None,
     service: str | None = None,
     suite: str = "smoke",
+    scale: float = 1.0,
     against: str | None = None,
     json: bool = False,
 ) -> None:
@@ -535,7 +537,7 @@ def bench(
     from bringup import measuring, report
 
     record, result, compared = measuring.run(
-        inventory, suite, limit=limit, service=service, against=against, say=report.say
+        inventory, suite, limit=limit, service=service, against=against, scale=scale, say=report.say
     )
     _end(report.show_bench(record, result, compared, as_json=json))
 

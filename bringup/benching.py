@@ -36,6 +36,8 @@ SAMPLES_KEPT = 2000
 """Times of single requests that a result keeps for each load; a bigger load keeps every n-th."""
 OURS = "bringup"
 """The load client of bringup.load."""
+BUSY_LIMIT_PERCENT = 90.0
+"""Of one core: an engine's client that uses more has no time of its own left."""
 COLUMNS = tuple("load|runs|median tok/s|P10|P90|min|max|CV|TTFT ms|TPOT ms|accept len|note".split("|"))
 
 
@@ -47,6 +49,7 @@ class Measured:
     `values`: metric (output_tok_s, total_tok_s, ttft_ms, tpot_ms, accept_length, accept_percent) -> one a
     run. `latencies_ms` and `request_tok_s` are of single requests. `cold`: whether each run was a cold one.
     `output_tokens`: of all answers, as the server counted them. `client`: what sent the load.
+    `busy_percent`: of one core, at most in a run, if it was the engine's own (ours has `lag_ms`).
     """
 
     load: bench.Load
@@ -62,6 +65,7 @@ class Measured:
     notes: tuple[str, ...]
     output_tokens: int = 0
     client: str = OURS
+    busy_percent: float | None = None
 
     @property
     def summary(self) -> bench.Summary | None:
@@ -89,6 +93,7 @@ class Measured:
 class TargetResult:
     """All loads of a suite on one target. `fingerprint`: versions, flags, profile digest - whatever the
     caller knows, as text. `beside`: what was gathered beside the loads (bringup.beside), as plain data.
+    `left_out`: loads that the server cannot take, with why.
     """
 
     name: str
@@ -99,6 +104,7 @@ class TargetResult:
     measured: tuple[Measured, ...]
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def summaries(self) -> dict[str, bench.Summary]:
@@ -162,7 +168,12 @@ async def _target(
     tokens = await load.calibrate(target)
     measured = []
     given_up = ""
+    left_out = [why for step in suite.steps if (why := _too_long(step, target.context))]
+    for why in left_out:
+        say(f"{target.name or target.base_url}: {why}")
     for step in suite.steps:
+        if _too_long(step, target.context):
+            continue
         say(f"{target.name or target.base_url}: {step.load.label}, {step.cold_runs + step.warm_runs} runs")
         if client is not None and not given_up and engineclient.fits(step):
             try:
@@ -181,7 +192,16 @@ async def _target(
         target.engine_version,
         tuple(measured),
         dict(fingerprint),
+        left_out=tuple(left_out),
     )
+
+
+def _too_long(step: suites.Step, context: int | None) -> str:
+    """Why a server of this context cannot be sent a load; empty when it can."""
+    tokens = step.prompt_tokens + step.output_tokens
+    if context is None or tokens <= context:
+        return ""
+    return f"{step.load.label} is left out: it needs {tokens:,} tokens of context, the server has {context:,}"
 
 
 Send = Callable[[int], Awaitable[load.Outcome]]
@@ -203,7 +223,7 @@ def _by_us(target: load.Target, tokens: load.Tokens, step: suites.Step) -> Send:
 def _by_engine(client: engineclient.Client, step: suites.Step) -> Send:
     async def send(number: int) -> load.Outcome:
         sent = await asyncio.to_thread(client.run, step, number)
-        return load.Outcome(sent.requests, sent.wall_s, 0.0)
+        return load.Outcome(sent.requests, sent.wall_s, 0.0, sent.busy_percent)
 
     return send
 
@@ -211,6 +231,7 @@ def _by_engine(client: engineclient.Client, step: suites.Step) -> Send:
 async def _measure(step: suites.Step, target: load.Target, send: Send, client: str) -> Measured:
     runs: list[bench.Run] = []
     lags: list[float] = []
+    busy: list[float] = []
     first = before = await _reading(target)
     for number in range(step.cold_runs + step.warm_runs):
         outcome = await send(number)
@@ -218,12 +239,14 @@ async def _measure(step: suites.Step, target: load.Target, send: Send, client: s
         seen = metrics.between(before, after)
         before = after
         lags.append(outcome.lag_ms)
+        busy += [outcome.busy_percent] if outcome.busy_percent is not None else []
         cold = number < step.cold_runs
         runs.append(
             bench.Run(outcome.wall_s, outcome.requests, cold, seen.accept_length, seen.accept_percent)
         )
     hits = metrics.between(first, before).cache_hit_percent
-    return measured_of(bench.Series(step.load, tuple(runs)), max(lags, default=0.0), hits, client)
+    series = bench.Series(step.load, tuple(runs))
+    return measured_of(series, max(lags, default=0.0), hits, client, max(busy, default=None))
 
 
 def _asks(step: suites.Step, prompts: load.Prompts, number: int) -> list[load.Ask]:
@@ -257,6 +280,7 @@ def measured_of(
     lag_ms: float = 0.0,
     cache_hit_percent: float | None = None,
     client: str = OURS,
+    busy_percent: float | None = None,
 ) -> Measured:
     """What is kept of a series."""
     good = [request for run in series.runs for request in run.good]
@@ -264,6 +288,8 @@ def measured_of(
     notes = list(bench.quality(series))
     if lag_ms > load.LAG_LIMIT_MS:
         notes.append(f"this client was late by {lag_ms:.0f} ms: times cannot be trusted")
+    if busy_percent is not None and busy_percent > BUSY_LIMIT_PERCENT:
+        notes.append(f"the client used {busy_percent:.0f} % of a core: it may be what was measured")
     return Measured(
         load=series.load,
         values={metric: series.values(metric) for metric in METRICS},
@@ -278,6 +304,7 @@ def measured_of(
         notes=tuple(notes),
         output_tokens=sum(request.output_tokens for request in good),
         client=client,
+        busy_percent=busy_percent,
     )
 
 
@@ -312,7 +339,7 @@ def read_result(text: str, where: str) -> BenchResult:
 
 def _target_from(data: Mapping[str, Any]) -> TargetResult:
     measured = tuple(_measured_from(item) for item in data["measured"])
-    return TargetResult(**{**data, "measured": measured})
+    return TargetResult(**{**data, "measured": measured, "left_out": tuple(data.get("left_out", ()))})
 
 
 def _measured_from(data: Mapping[str, Any]) -> Measured:
@@ -486,10 +513,14 @@ def beside_lines(target: TargetResult) -> list[str]:
         lines.append(_locality_line(seen["locality"]))
     if senders := sorted({item.client for item in target.measured} - {OURS}):
         count = sum(item.client in senders for item in target.measured)
-        lines.append(f"{count} of {len(target.measured)} loads sent on the node by {', '.join(senders)}")
+        sent = f"{count} of {len(target.measured)} loads sent on the node by {', '.join(senders)}"
+        busy = [item.busy_percent for item in target.measured if item.busy_percent is not None]
+        lines.append(f"{sent}, which used {max(busy):.0f} % of a core at most" if busy else sent)
+    if lags := [item.lag_ms for item in target.measured if item.client == OURS]:
+        lines.append(f"our client: late by {max(lags):.1f} ms at most (99th percentile of a run)")
     if (way := seen.get("tunnel_ms")) is not None:
         lines.append(f"tunnel: adds {way:.2f} ms to a round trip{_weight(way, target.measured)}")
-    return [*lines, *(seen.get("notes") or ())]
+    return [*lines, *target.left_out, *(seen.get("notes") or ())]
 
 
 def _weight(way_ms: float, measured: Sequence[Measured]) -> str:
@@ -508,6 +539,7 @@ def _log_line(log: Mapping[str, Any]) -> str:
         ("accepted", "accept_percent", " %"),
         ("graphs", "graph_percent", " %"),
         ("cache hits", "cache_hit_percent", " %"),
+        ("KV cache", "kv_percent_most", " % full at most"),
     )
     said = [f"{word} {log[key]:,.4g}{unit}" for word, key, unit in named if log.get(key) is not None]
     return f"engine log: {log['readings']} readings, {', '.join(said)}"

@@ -143,13 +143,14 @@ _TIMING = re.compile(
     rf"(?P<prompt>prompt )?eval time =\s*{_NUMBER} ms /\s*(?P<tokens>\d+) tokens \(.*?,\s*(?P<rate>{_NUMBER})"
     r" tokens per second\)"
 )
-_DRAFTED = re.compile(r"draft acceptance(?: rate)? = (\d+\.\d+)")
+_DRAFTED = re.compile(r"draft acceptance(?: rate)? = (\d+\.\d+)(?:.*?mean len = +(\d+\.\d+))?")
 
 
 def _llama(line: str) -> Reading | None:
     drafted = _DRAFTED.search(line)
     if drafted:
-        return Reading(phase="speculation", accept_percent=float(drafted[1]) * 100)
+        length = float(drafted[2]) if drafted[2] else None
+        return Reading(phase="speculation", accept_length=length, accept_percent=float(drafted[1]) * 100)
     found = _TIMING.search(line)
     if found is None:
         return None
@@ -186,6 +187,7 @@ class LogSummary:
     graph_percent: float | None
     cache_hit_percent: float | None
     queued_most: int
+    kv_percent_most: float | None = None
 
 
 def summarise(found: Iterable[Reading]) -> LogSummary:
@@ -207,6 +209,7 @@ def summarise(found: Iterable[Reading]) -> LogSummary:
         graph_percent=100 * sum(graphs) / len(graphs) if graphs else None,
         cache_hit_percent=_cache(every),
         queued_most=max((item.queued or 0 for item in every), default=0),
+        kv_percent_most=max(_known(item.kv_percent for item in every), default=None),
     )
 
 

@@ -48,7 +48,8 @@ ERROR_TEXT = 200
 class Target:
     """A server: base address ("http://127.0.0.1:8000"), the model's served name, its key if it wants one.
 
-    `metrics_names`: our names of metrics to the engine's (bringup.metrics).
+    `metrics_names`: our names of metrics to the engine's (bringup.metrics). `context`: tokens of prompt and
+    answer together that it takes; None: not known.
     """
 
     base_url: str
@@ -61,6 +62,7 @@ class Target:
     metrics_names: Mapping[str, str] = field(default_factory=dict)
     engine: str = ""
     engine_version: str = ""
+    context: int | None = None
     timeout_s: float = ANSWER_S
 
     @property
@@ -363,12 +365,13 @@ async def calibrate(target: Target) -> Tokens:
 @dataclass(frozen=True)
 class Outcome:
     """What a load did: its requests in the order they were sent, the seconds it took, and the client's own
-    delay.
+    delay. `busy_percent`: of one core, for an engine's client, whose delay is not known.
     """
 
     requests: tuple[Request, ...]
     wall_s: float
     lag_ms: float
+    busy_percent: float | None = None
 
     @property
     def trusted(self) -> bool:

@@ -44,17 +44,20 @@ def run(
     limit: str | None = None,
     service: str | None = None,
     against: str | None = None,
+    scale: float = 1.0,
     say: Any = None,
 ) -> tuple[runs.RunRecord, BenchResult, Against | None]:
     """Measures each chosen server in turn, with what is gathered beside it. `bench.json`, `bench.csv`,
     `against.json` and `report.html` lie in the run's folder; the record ends as GATE when a gate failed.
 
-    `against`: `profile` or a profile's name, a run, or a file with a result. Raises UsageError for wrong
-    names (before anything runs).
+    `against`: `profile` or a profile's name, a run, or a file with a result. `scale`: a suite with prompts and
+    answers at this share of their length, named so. Raises UsageError for wrong names (before anything runs).
     """
     from bringup import benching, lock, suites
 
     suite = suites.load(suite_name)
+    if scale != 1:
+        suite, suite_name = suites.scaled(suite, scale), f"{suite_name} at {scale:g} of its lengths"
     chosen = _chosen(inventory, limit, service)
     before = _before(against, chosen)
     place = inventories.folder_of(inventory).name
@@ -164,6 +167,7 @@ def target(host: fleet.Host, planned: HostPlan, service: Service) -> Iterator[Ta
             metrics_names=service.metrics_names,
             engine=service.engine,
             engine_version=service.engine_version,
+            context=service.context_tokens,
         )
 
 

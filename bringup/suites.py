@@ -19,6 +19,10 @@ PROMPTS = "prompts"
 OPEN_LOOP_S = 30
 """Seconds that an open loop lasts when its step does not say how many requests it has."""
 
+FEWEST_TOKENS = 4
+FEWEST_OPEN = 4
+"""Tokens of a prompt or an answer, and requests of an open loop, that a scaled suite keeps at least."""
+
 NotNegative = Annotated[int, Field(ge=0)]
 
 
@@ -73,6 +77,24 @@ class Suite(Entry):
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"the load {', '.join(twice)} is there twice: give one of them a note")
         return self
+
+
+def scaled(suite: Suite, scale: float) -> Suite:
+    """A suite with prompts and answers at a share of their length, and with as much less of an open loop; runs,
+    requests at once and rates stay. Its loads are named by what they are then, so none can be taken for a
+    whole one. Raises UsageError for a share outside of 0 to 1, or under which two loads become the same."""
+    if not 0 < scale <= 1:
+        raise UsageError(Problem("--scale", f"{scale:g} is not above 0 and at most 1"))
+    steps = [
+        {
+            **step.model_dump(),
+            "prompt_tokens": max(FEWEST_TOKENS, round(step.prompt_tokens * scale)),
+            "output_tokens": max(FEWEST_TOKENS, round(step.output_tokens * scale)),
+            "requests": max(FEWEST_OPEN, round(step.requests_a_run * scale)) if step.rate else step.requests,
+        }
+        for step in suite.steps
+    ]
+    return build(Suite, {**suite.model_dump(), "steps": steps}, f"--scale {scale:g}")
 
 
 class RealPrompts(Entry):

@@ -14,10 +14,12 @@ import json
 import os
 import pwd
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +35,9 @@ MAPS_LIMIT = 4 * 1024 * 1024
 TRIP_REQUESTS = 40
 SAID = 2000
 """Characters of a client's last words that are sent."""
+CPU_EVERY_S = 0.25
+CPU_SAMPLES = 2000
+"""Samples of a client's CPU time that are sent; of a longer run every other one is dropped, again and again."""
 COMMAND_LIMIT_S = 20
 GPU_QUERY = "name,driver_version,power.limit,clocks.max.sm"
 
@@ -201,9 +206,30 @@ def trip_ms(host: str, port: int, path: str, count: int = TRIP_REQUESTS) -> floa
 # --- the engine's own client -------------------------------------------------------------------------------
 
 
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU that a process (all its threads) has had. Raises OSError when it is gone."""
+    words = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def watch_cpu(pid: int, over: threading.Event, samples: list[list[float]]) -> None:
+    """Appends (seconds of this machine's monotonic clock, CPU seconds) until the process or the watch is over."""
+    every = 1
+    while True:
+        try:
+            samples.append([round(time.perf_counter(), 3), round(cpu_seconds(pid), 2)])
+        except (OSError, IndexError, ValueError):
+            return
+        if len(samples) > CPU_SAMPLES:
+            del samples[1::2]
+            every *= 2
+        if over.wait(CPU_EVERY_S * every):
+            return
+
+
 def client(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a command whose `{result}` is a new file; its exit code, what it wrote there, and its last
-    words."""
+    """Runs a command whose `{result}` is a new file; its exit code, what it wrote there, its last words, and
+    how much CPU it had when (`cpu`)."""
     environment = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", **request["environment"]}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -217,23 +243,38 @@ def client(request: Mapping[str, Any]) -> dict[str, Any]:
             environment[request["key"]] = Path(request["key_file"]).read_text(encoding="utf-8").strip()
         argv = [word.replace("{result}", str(result)) for word in request["argv"]]
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 argv,
                 env=environment,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                timeout=request["limit_s"],
-                check=False,
+                start_new_session=True,
                 **as_user,
             )
-        except subprocess.TimeoutExpired:
-            return {"code": 124, "result": "", "said": f"took longer than {request['limit_s']:g} s"}
         except OSError as error:
-            return {"code": 127, "result": "", "said": str(error)}
+            return {"code": 127, "result": "", "said": str(error), "cpu": []}
+        over, samples = threading.Event(), list[list[float]]()
+        watcher = threading.Thread(target=watch_cpu, args=(process.pid, over, samples), daemon=True)
+        watcher.start()
+        try:
+            said, _ = process.communicate(timeout=request["limit_s"])
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return {
+                "code": 124,
+                "result": "",
+                "said": f"took longer than {request['limit_s']:g} s",
+                "cpu": [],
+            }
+        finally:
+            over.set()
+            watcher.join()
         text = result.read_text(encoding="utf-8", errors="replace") if result.is_file() else ""
-    return {"code": done.returncode, "result": text, "said": done.stdout.decode(errors="replace")[-SAID:]}
+    words = said.decode(errors="replace")[-SAID:]
+    return {"code": process.returncode, "result": text, "said": words, "cpu": samples}
 
 
 def main(request: Mapping[str, Any]) -> None:

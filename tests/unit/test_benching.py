@@ -112,6 +112,25 @@ def test_failures_are_counted_and_shown_with_the_first_reason() -> None:
     assert "HTTP 503: loading" in benching.rows(found.targets[0])[0][-1]
 
 
+def test_a_load_beyond_the_servers_context_is_left_out_and_said() -> None:
+    with servers.serving(servers.Behaviour()) as address:
+        target = load.Target(address, "glm", name="lab-01 words", context=60)
+        suite = suites.Suite(
+            title="t",
+            steps=(
+                suites.Step(prompt_tokens=40, output_tokens=8),
+                suites.Step(prompt_tokens=53, output_tokens=8, note="long"),
+            ),
+        )
+        found = benching.run_suite(suite, [target])
+    (one,) = found.targets
+    assert [item.load.label for item in one.measured] == ["40->8"]
+    assert one.left_out == ("53->8 (long) is left out: it needs 61 tokens of context, the server has 60",)
+    assert one.left_out[0] in benching.beside_lines(one)
+    assert benching.from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert not benching.gates(found, None)
+
+
 def test_acceptance_is_read_from_the_servers_counters() -> None:
     def counters(requests: int) -> str:
         return f"v:drafts {100 * requests}\nv:drafted {300 * requests}\nv:ok {243 * requests}\n"
@@ -247,11 +266,12 @@ def test_what_was_seen_beside_a_load_is_shown_and_kept(result: benching.BenchRes
     assert lines[0] == "engine log: 3 readings, decode 1,234 tok/s, P10 900 tok/s, graphs 100 %"
     assert lines[1] == "GPU 0: 131.2 GiB at most, 9.7 GiB free, 512 W, throttled 0 % of the time"
     assert lines[2] == "memory of 3 processes: node 0 1,024 MiB; 98.7 % on the planned nodes 0"
-    assert "tunnel: adds 5000.00 ms to a round trip, " in lines[3]
-    assert lines[4].startswith("runs otherwise than planned")
+    assert lines[3].startswith("our client: late by ")
+    assert "tunnel: adds 5000.00 ms to a round trip, " in lines[4]
+    assert lines[5].startswith("runs otherwise than planned")
     assert benching.read_result(json.dumps(whole.as_json()), "here") == whole
     assert "98.7 % on the planned nodes" in benchreport.page(whole)
-    assert benching.beside_lines(result.targets[0]) == []
+    assert benching.beside_lines(result.targets[0]) == [lines[3]]
 
 
 def test_a_result_without_failures_passes_its_gates(result: benching.BenchResult) -> None:

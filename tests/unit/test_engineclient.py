@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bringup import bench, benching, catalog, engineclient, inventory, load, plan, suites
+from bringup import bench, benching, catalog, engineclient, fleet, inventory, load, plan, suites
 from bringup.node import beside as node
 from bringup.planned import Service
 from tests.unit import openai_server as servers
@@ -83,6 +83,58 @@ def test_what_is_no_result_is_said_to_be_none(text: str) -> None:
         engineclient.read(text)
 
 
+# --- how busy it was ---------------------------------------------------------------------------------------
+
+IMPORTS = [[100.0, 0.0], [104.0, 4.0]]
+"""Four seconds of imports at a whole core, before anything is sent."""
+
+
+@pytest.mark.parametrize(
+    ("load", "began", "wall_s", "percent"),
+    [
+        ([[114.0, 5.0], [115.0, 6.0]], 104.0, 10.0, 10.0),
+        ([[109.0, 9.0], [114.0, 14.0]], 104.0, 10.0, 100.0),
+        ([[114.0, 5.0]], None, 10.0, 10.0),
+        ([[114.0, 5.0]], 3.0, 10.0, 10.0),
+        ([[104.1, 4.1]], 104.0, 0.1, None),
+    ],
+    ids=["idle", "at its limit", "no begin", "a begin of another clock", "too short to say"],
+)
+def test_only_the_time_of_the_load_counts(
+    load: list[list[float]], began: float | None, wall_s: float, percent: float | None
+) -> None:
+    assert engineclient.busy_percent([*IMPORTS, *load], began, wall_s) == percent
+
+
+def test_a_client_that_had_no_time_left_is_said_to_be_the_limit() -> None:
+    sent = engineclient.read(RECORDED)
+    series = bench.Series(bench.Load(32, 64, 2), (bench.Run(sent.wall_s, sent.requests),))
+    tired = benching.measured_of(series, busy_percent=97.0)
+    assert "the client used 97 % of a core: it may be what was measured" in tired.notes
+    assert not [note for note in benching.measured_of(series, busy_percent=40.0).notes if "core" in note]
+
+
+SPINS = (
+    "import json, sys, time; began = time.perf_counter()\n"
+    "while time.perf_counter() < began + 2: pass\n"
+    "json.dump({'duration': 2.0, 'start_times': [began], 'input_lens': [1], 'output_lens': [2], 'ttfts': [0.1],"
+    " 'itls': [[1.9]], 'errors': ['']}, open(sys.argv[1], 'w'))"
+)
+
+
+def test_how_much_cpu_a_client_had_is_seen_on_the_node() -> None:
+    """A loop without a pause uses what the machine gives it, as its own process time says; a sleep nothing."""
+    answer = node.client(request([sys.executable, "-c", SPINS, "{result}"]))
+    sent = engineclient.read(answer["result"], answer["cpu"])
+    assert sent.busy_percent is not None
+    assert 0 < sent.busy_percent <= 101
+    sleeps = SPINS.replace("while time.perf_counter() < began + 2: pass", "time.sleep(2)")
+    rested = node.client(request([sys.executable, "-c", sleeps, "{result}"]))
+    calm = engineclient.read(rested["result"], rested["cpu"]).busy_percent
+    assert calm is not None
+    assert calm < sent.busy_percent
+
+
 # --- how it is called --------------------------------------------------------------------------------------
 
 
@@ -109,6 +161,25 @@ def test_two_runs_never_send_the_same_text(service: Service) -> None:
         for number in range(8)
     ]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_a_second_suite_does_not_send_what_the_first_left_in_the_cache(service: Service) -> None:
+    how = catalog.lazy().engine("vllm-0.33.0").bench
+    assert how is not None
+    host = fleet.Host("h", "127.0.0.1")
+    clients = [engineclient.Client(host, service, how, "/m") for _ in range(2)]
+    lines = [engineclient.words(how, service, "/m", STEP, 0, one.seed) for one in clients]
+    assert lines[0] != lines[1]
+    highest = engineclient.words(how, service, "/m", STEP, 0, engineclient.SEEDS - 1)
+    assert all(int(word.partition("=")[2]) < 2**32 for word in highest if word.startswith("--seed"))
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.lazy().names("engines") if "sglang" in name])
+def test_sglangs_client_speaks_the_endpoint_that_counts_tokens(name: str) -> None:
+    """Its OpenAI backends take the length that was asked for as the length that came."""
+    how = catalog.lazy().engine(name).bench
+    assert how is not None
+    assert {"--backend=sglang", "--tokenize-prompt"} <= set(how.argv)
 
 
 def replace_step(step: suites.Step, **changes: Any) -> suites.Step:
@@ -203,7 +274,9 @@ def test_a_suite_that_wants_it_sends_what_it_can_with_it() -> None:
     assert found["2x 32->64"].output_tokens == 2 * 6 * 64
     assert found["40->8 (real)"].client == benching.OURS
     target = benching.TargetResult("t", "http://x", "m", "e", "1", tuple(found.values()))
-    assert benching.beside_lines(target) == ["1 of 2 loads sent on the node by an engine 1 bench"]
+    sent, late = benching.beside_lines(target)
+    assert sent == "1 of 2 loads sent on the node by an engine 1 bench"
+    assert late.startswith("our client: late by ")
 
 
 def test_where_it_gives_nothing_ours_measures_and_the_result_says_so() -> None:

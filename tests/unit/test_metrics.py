@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bringup import metrics
+from bringup import catalog, metrics
 
 CASES = Path(__file__).parents[1] / "cases" / "metrics"
-SGLANG = {
-    "running": "sglang:num_running_reqs",
-    "kv_usage": "sglang:token_usage",
-    "generation_tokens_total": "sglang:generation_tokens_total",
-    "drafts_total": "sglang:spec_verify_calls_total",
-    "draft_tokens": "sglang:spec_num_draft_tokens",
-    "not there": "sglang:no_such_metric",
-}
+SGLANG = {**catalog.lazy().engine("sglang-0.5.15.post1").metrics, "not there": "sglang:no_such_metric"}
+LLAMA = catalog.lazy().engine("llama-server-2026.10.11549").metrics
 
 
 def test_a_real_page_is_read_under_our_names() -> None:
@@ -28,6 +22,16 @@ def test_a_real_page_is_read_under_our_names() -> None:
     assert got["kv_usage"] == 0.02
     assert "not there" not in got
     assert metrics.between({}, got).accept_length == pytest.approx(3.705, abs=0.001)
+
+
+def test_the_lab_engines_page_counts_drafts_and_cached_tokens() -> None:
+    """Three requests of five tokens and 400 each, of which two found four tokens cached; its log said 3.00."""
+    got = metrics.parse((CASES / "llama-server-2026.10.txt").read_text()).named(LLAMA)
+    between = metrics.between({}, got)
+    assert between.generation_tokens == 1200
+    assert between.accept_length == 3.0
+    assert between.accept_percent == pytest.approx(67.0, abs=0.05)
+    assert between.cache_hit_percent == pytest.approx(100 * 8 / 15)
 
 
 def test_gauges_of_ranks_are_averaged_and_counters_added() -> None:

@@ -59,6 +59,27 @@ def test_a_wrong_suite_says_where_and_what(tmp_path: Path, text: str, says: str)
         suites.load("mine", tmp_path)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scaled_suite_is_shorter_and_its_loads_say_so(name: str) -> None:
+    whole, small = suites.load(name), suites.scaled(suites.load(name), 0.25)
+    assert [one.load.label for one in small.steps] != [one.load.label for one in whole.steps]
+    for before, after in zip(whole.steps, small.steps, strict=True):
+        assert after.prompt_tokens == round(before.prompt_tokens / 4)
+        assert after.output_tokens == round(before.output_tokens / 4)
+        kept = ("concurrent", "rate", "cold_runs", "warm_runs", "prompts", "cache", "note")
+        assert all(getattr(after, key) == getattr(before, key) for key in kept)
+        assert after.requests_a_run == (before.requests_a_run // 4 if before.rate else before.requests_a_run)
+    assert suites.scaled(whole, 1).steps == whole.steps
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"), [(0, "not above 0"), (1.5, "at most 1"), (-1, "not above 0"), (0.001, "there twice")]
+)
+def test_a_scale_that_cannot_be_is_refused(scale: float, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        suites.scaled(suites.load("S1"), scale)
+
+
 def test_an_open_loop_without_a_count_lasts_half_a_minute() -> None:
     step = suites.Step(prompt_tokens=1, output_tokens=1, rate=2.5)
     assert step.requests_a_run == 75
