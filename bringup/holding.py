@@ -53,12 +53,25 @@ def closed(ranges: Sequence[str], now: datetime) -> str:
 
 
 def refusal(holder: Mapping[str, Any]) -> str:
-    """What an operator is told who finds the node held."""
+    """What an operator is told who finds the node held: by whom, whether that run can be seen, and until when."""
     return (
         f"This node is held by {holder.get('by')} on {holder.get('where')} since {holder.get('since')} "
-        f"({holder.get('playbook')}{_run(holder)}, process {holder.get('pid')}); last sign of life "
-        f"{float(holder.get('idle_s') or 0):.0f} s ago. Wait for that run, or break its lock with "
-        "--force-unlock when it is certainly dead"
+        f"({holder.get('playbook')}{_run(holder)}, process {holder.get('pid')}). {_until(holder)}"
+    )
+
+
+def _until(holder: Mapping[str, Any]) -> str:
+    minutes = float(holder.get("idle_s") or 0) / 60
+    left = holder.get("left_s")
+    if left is None:
+        return (
+            f"Its SSH connection is open, last renewed {minutes:.0f} min ago. Wait for that run, or break its lock "
+            "with --force-unlock when it is certainly dead"
+        )
+    return (
+        f"Its SSH connection is gone, last sign of life {minutes:.0f} min ago: it works on other nodes, or it ended. "
+        f"The same command on {holder.get('machine')} takes the lock over at once if it ended; here it is free in "
+        f"{float(left) / 60:.0f} min. Ask {holder.get('by')}, or break the lock with --force-unlock"
     )
 
 

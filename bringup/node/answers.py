@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import select
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -100,12 +102,21 @@ def _answers(
 
 
 def _client(service: Mapping[str, Any], key: str | None, number: int, seconds: float) -> list[common.Answer]:
-    """One client's answers: prompts of its own, one after the other, until the time is over (at least one)."""
+    """One client's answers: prompts of its own, one after the other, until the time is over (at least one), or
+    until nobody waits for them any more.
+    """
     until, found = time.monotonic() + seconds, list[common.Answer]()
-    while not found or time.monotonic() < until:
+    while not found or (time.monotonic() < until and not abandoned()):
         prompt = words(LOAD_TOKENS, number * 10_000 + len(found))
         found.append(common.ask(service, prompt, LOAD_TOKENS, timeout_s=REQUEST_LIMIT_S, key=key))
     return found
+
+
+def abandoned(descriptor: int | None = None) -> bool:
+    """Has whoever reads this process's output gone: the controller was killed, or its connection lost?"""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno() if descriptor is None else descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def words(tokens: int, number: int) -> str:

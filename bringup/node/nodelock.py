@@ -69,7 +69,7 @@ def hold(
         before = read(path)
         how = _how(before, mine, over, force, at)
         if how == "refused":
-            return Taken(False, how, {**before, "idle_s": idle(before, at)})
+            return Taken(False, how, {**before, "idle_s": idle(before, at), "left_s": left(before, at)})
         text = {"schema_version": SCHEMA_VERSION, **mine, "session": session(), "renewed": round(at, 1)}
         if how == "renewed":
             text["since"] = before.get("since", mine.get("since", ""))
@@ -131,6 +131,13 @@ def is_over(holder: Mapping[str, Any], at: float) -> bool:
 def idle(holder: Mapping[str, Any], at: float) -> float:
     """Seconds since the lock was taken or renewed."""
     return round(max(0.0, at - float(holder.get("renewed") or 0.0)), 1)
+
+
+def left(holder: Mapping[str, Any], at: float) -> float | None:
+    """Seconds that the lock still counts for other controllers; None while its SSH session is there."""
+    if session_lives(str(holder.get("session", ""))):
+        return None
+    return round(max(0.0, GRACE_S - idle(holder, at)), 1)
 
 
 def session(pid: int | None = None, proc: Path = Path("/proc")) -> str:

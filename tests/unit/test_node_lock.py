@@ -57,6 +57,22 @@ def test_another_run_is_refused_and_told_who_holds_it(places: dict[str, Any]) ->
     assert "--force-unlock" in said
 
 
+def test_another_controller_is_told_whether_the_run_can_be_seen_and_until_when_it_holds(
+    places: dict[str, Any],
+) -> None:
+    places["path"].write_text(json.dumps({**run("a"), "session": "", "renewed": NOW}))
+    lost = nodelock.hold(run("b"), at=NOW + 600, **places).holder
+    assert (lost["idle_s"], lost["left_s"]) == (600.0, nodelock.GRACE_S - 600)
+    said = holding.refusal(lost)
+    assert "Its SSH connection is gone, last sign of life 10 min ago" in said
+    assert f"on {HOST} takes the lock over at once if it ended; here it is free in 50 min" in said
+    mine = f"{os.getpid()}:{runs.birth_of(os.getpid())}"
+    places["path"].write_text(json.dumps({**run("a"), "session": mine, "renewed": NOW}))
+    there = nodelock.hold(run("b"), at=NOW + 600, **places).holder
+    assert there["left_s"] is None
+    assert "Its SSH connection is open, last renewed 10 min ago" in holding.refusal(there)
+
+
 def test_a_lock_without_a_session_is_over_after_its_grace_and_not_before(places: dict[str, Any]) -> None:
     nodelock.hold(run("a"), at=NOW, **places)
     places["path"].write_text(json.dumps({**run("a"), "session": "", "renewed": NOW}))

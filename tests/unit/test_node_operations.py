@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from bringup.node import bundle, drain, snapshot
+from bringup.node import answers, bundle, drain, snapshot
 from bringup.node.snapshot import NoSnapshot
 
 
@@ -110,3 +112,16 @@ def test_a_long_file_is_cut_at_a_line(tmp_path: Path) -> None:
     assert cut.startswith("line ")
     assert cut.endswith("line 999\n")
     assert len(cut) <= 100
+
+
+def test_load_that_nobody_waits_for_any_more_is_known_by_its_closed_output(tmp_path: Path) -> None:
+    """What sshd gives a command as its output: a pipe or a socket, which it closes when the connection is lost."""
+    reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
+    with ours, (tmp_path / "out").open("w") as file:
+        kept = (writer, ours.fileno(), file.fileno())
+        assert [answers.abandoned(descriptor) for descriptor in kept] == [False, False, False]
+        os.close(reader)
+        theirs.close()
+        assert [answers.abandoned(descriptor) for descriptor in kept] == [True, True, False]
+    os.close(writer)
