@@ -21,6 +21,7 @@ import json
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import time
@@ -67,7 +68,7 @@ PAUSE_S = 0.5
 START_LIMIT_S = 20
 """Seconds that the node before us has to come up: going around it at once would make a star of the chain."""
 
-WATCH_S = 0.2
+WATCH_S = 0.05
 HEAD_LIMIT_S = 24 * 3600
 """How long a head waits for its own files."""
 
@@ -442,7 +443,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         at = start
-        self.connection.settimeout(PATIENCE_S)
+        # The kernel does the waiting: `socket.sendfile` would wake us for every few packets that have gone.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE_S, 0))
+        self.connection.settimeout(None)
         if not self.relay.wait(item, at, PATIENCE_S):
             return
         with self.relay.opened(item) as file:
@@ -450,8 +453,8 @@ class Handler(BaseHTTPRequestHandler):
                 count = item.verified - at
                 if count <= 0:
                     return
-                sent = self.connection.sendfile(file, at, count)
-                if sent < count:
+                sent = os.sendfile(self.connection.fileno(), file.fileno(), at, count)
+                if not sent:
                     return
                 at += sent
                 self.relay.asked = time.monotonic()

@@ -16,7 +16,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -164,6 +163,9 @@ def fault(path: Path, file: File) -> str:
 def verify(model: Model, deep: bool, jobs: int | None = None) -> dict[str, str]:
     """Path -> fault of each wrong file. Quick reads only files that somebody has touched since the stamp."""
     stamp = {} if deep else stamp_of(model.folder)
+    # Not at the top: with logging below it, it would be a third of a relay's start.
+    from concurrent.futures import ThreadPoolExecutor
+
     suspects = [
         file for file in model.files if not is_untouched(model.folder / file.path, file, stamp.get(file.path))
     ]
@@ -473,6 +475,8 @@ def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str,
 
     Raises StoreFailed with every file's reason; what came stays.
     """
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
     progress = Progress(model, wanted)
     failed: list[str] = []
     came: dict[str, str] = {}
