@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,57 @@ def _overlay(whole: overlay.Overlay, deep: bool) -> dict[str, Any]:
 
 
 def shelf(root: Path, planned: Sequence[str], proc: Path, units: Path) -> list[dict[str, Any]]:
-    """Every folder below the models' root: bytes on disk, ready, planned, pids that have it open, units."""
+    """Every folder below the models' root: bytes on disk, ready, planned, pids that have it open, units.
+
+    `bytes` of all rows add up to what the disk holds: a file with names in two folders (a graft's) counts in
+    the one that it came to first, and as `shared` in the other. `frees` is what removing the folder would free.
+    """
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    open_by = users(folders, proc)
-    named = {path: units_of(path, units) for path in folders}
-    return [
-        {
-            "folder": str(path),
-            "model": path.name,
-            "bytes": held(path),
-            "ours": (path / OURS).is_dir(),
-            "ready": bool(stamp_of(path)),
-            "planned": str(path) in planned,
-            "pids": open_by.get(path, []),
-            "units": named[path],
+    inside = {folder: _files_of(folder) for folder in folders}
+    open_by = users(inside, proc)
+    counted: set[Inode] = set()
+    rows = {}
+    for folder in sorted(folders, key=lambda one: (one / graft.RECORD).is_file()):
+        files = inside[folder]
+        rows[folder] = {
+            "folder": str(folder),
+            "model": folder.name,
+            "bytes": sum(file.size for inode, file in files.items() if inode not in counted),
+            "shared": sum(file.size for inode, file in files.items() if inode in counted),
+            "frees": sum(file.size for file in files.values() if file.links == len(file.names)),
+            "ours": (folder / OURS).is_dir(),
+            "ready": bool(stamp_of(folder)),
+            "planned": str(folder) in planned,
+            "pids": open_by.get(folder, []),
+            "units": units_of(folder, units),
         }
-        for path in folders
-    ]
+        counted |= files.keys()
+    return [rows[folder] for folder in folders]
+
+
+Inode = tuple[int, int]
+"""Device and number: what a file is, whatever it is called and from where it is looked at."""
+
+
+@dataclass
+class Held:
+    """A file of a folder: bytes on the disk, how many names it has anywhere, and its names in the folder."""
+
+    size: int
+    links: int
+    names: list[str]
+
+
+def _files_of(folder: Path) -> dict[Inode, Held]:
+    found: dict[Inode, Held] = {}
+    for here, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = Path(here, name).lstat()
+                inode = (status.st_dev, status.st_ino)
+                held = found.setdefault(inode, Held(status.st_blocks * 512, status.st_nlink, []))
+                held.names.append(name)
+    return found
 
 
 def may_go(row: Mapping[str, Any]) -> bool:
@@ -77,52 +112,69 @@ def may_go(row: Mapping[str, Any]) -> bool:
     return bool(row["ours"]) and not (row["planned"] or row["pids"] or row["units"])
 
 
-def users(folders: Sequence[Path], proc: Path) -> dict[Path, list[int]]:
-    """The processes that have a file of each folder open or mapped."""
+def users(folders: Mapping[Path, Mapping[Inode, Held]], proc: Path) -> dict[Path, list[int]]:
+    """The processes that have a file of each folder open or mapped.
+
+    By path, and by the file itself: a process in another mount namespace, or one that came by a link or a
+    graft's second name, calls it something else.
+    """
+    spelt = {folder: {f"{folder}/", f"{folder.resolve()}/"} for folder in folders}
+    known = {name for files in folders.values() for file in files.values() for name in file.names}
     found: dict[Path, list[int]] = {}
     for entry in proc.iterdir() if folders else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            seen = read_text(entry / "maps") + "\n".join(_open_files(entry)) + "\n"
-            for folder in folders:
-                if f"{folder}/" in seen:
+            maps = read_text(entry / "maps")
+            paths, inodes = _open_files(entry, known)
+            seen, inodes = maps + "\n".join(paths) + "\n", inodes | _mapped(maps)
+            for folder, files in folders.items():
+                if any(text in seen for text in spelt[folder]) or not inodes.isdisjoint(files):
                     found.setdefault(folder, []).append(int(entry.name))
     return found
 
 
-def _open_files(process: Path) -> list[str]:
-    targets = []
+def _open_files(process: Path, known: Container[str]) -> tuple[list[str], set[Inode]]:
+    """Paths of a process's open files, and of those with a known name what they are.
+
+    Others are not touched: looking at a file on a network that is gone would never end.
+    """
+    paths, inodes = [], set()
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):
-                targets.append(str(link.readlink()))
-    return targets
+                path = link.readlink()
+                paths.append(str(path))
+                if path.name in known:
+                    status = link.stat()
+                    inodes.add((status.st_dev, status.st_ino))
+    return paths, inodes
+
+
+def _mapped(maps: str) -> set[Inode]:
+    """What a process has mapped, from the text of its `maps` (proc(5))."""
+    found = set()
+    for line in maps.splitlines():
+        words = line.split(None, 5)
+        if len(words) == 6 and words[4] != "0":
+            major, _, minor = words[3].partition(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(words[4])))
+    return found
 
 
 def units_of(folder: Path, units: Path) -> list[str]:
     """The services whose unit or description names a folder (a stopped one may start again)."""
+    names = {str(folder), str(folder.resolve())}
     texts = {
         path: read_text(path) for place in (units, Path("/etc/bringup/services")) for path in _texts(place)
     }
     return sorted(
         path.stem
         for path, text in texts.items()
-        if any(f"{folder}{end}" in text for end in ("/", '"', "'", " ", "\n", "\\"))
+        if any(f"{name}{end}" in text for name in names for end in ("/", '"', "'", " ", "\n", "\\"))
     )
 
 
 def _texts(place: Path) -> list[Path]:
     return sorted([*place.glob("*.service"), *place.glob("*.json")]) if place.is_dir() else []
-
-
-def held(folder: Path) -> int:
-    """Bytes on the disk of everything in a folder; a file with two names counts once."""
-    seen: dict[tuple[int, int], int] = {}
-    for here, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                status = Path(here, name).lstat()
-                seen[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(seen.values())
 
 
 def collect(rows: Sequence[Mapping[str, Any]], remove: bool) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import yaml
 from bringup import hubs, models
 from bringup.catalog import Catalog
 from bringup.errors import HostFailed, UsageError
-from bringup.node import shelf, store
+from bringup.node import graft, shelf, store
 from bringup.planned import ModelFile
 from tests.standin.hub import OTHER_REVISION, REPOSITORY, REVISION, Hub, serving
 
@@ -154,18 +154,6 @@ def test_only_what_nobody_plans_has_open_or_names_may_go(root: Path) -> None:
     assert [row["model"] for row in rows(root) if shelf.may_go(row)] == ["forgotten"]
 
 
-def test_a_model_that_a_process_has_open_stays(root: Path) -> None:
-    code = "import sys, time; f = open(sys.argv[1]); print(flush=True); time.sleep(60)"
-    argv = [sys.executable, "-c", code, str(root / "forgotten" / "w")]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        found = {row["model"]: row for row in rows(root)}
-        process.kill()
-    assert found["forgotten"]["pids"] == [process.pid]
-    assert not shelf.may_go(found["forgotten"])
-
-
 def test_a_model_that_a_stopped_service_names_stays(root: Path, tmp_path: Path) -> None:
     units = tmp_path / "units"
     units.mkdir()
@@ -183,11 +171,52 @@ def test_garbage_is_shown_first_and_removed_only_when_told(root: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["planned", "strange"]
 
 
-def test_a_file_with_two_names_takes_its_room_once(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(bytes(100_000))
-    once = shelf.held(tmp_path)
-    os.link(tmp_path / "a", tmp_path / "b")
-    assert shelf.held(tmp_path) == once
+def test_a_file_with_two_names_takes_its_room_once_in_a_folder(root: Path) -> None:
+    once = {row["model"]: row for row in rows(root)}
+    os.link(root / "forgotten" / "w", root / "forgotten" / "again")
+    twice = {row["model"]: row for row in rows(root)}
+    assert twice["forgotten"]["bytes"] == twice["forgotten"]["frees"] == once["forgotten"]["bytes"] > 0
+
+
+def test_what_a_graft_shares_with_its_base_is_counted_once_and_frees_nothing(root: Path) -> None:
+    overlay = root / "a-graft"
+    (overlay / store.OURS).mkdir(parents=True)
+    (overlay / graft.RECORD).write_text("{}")
+    own = (overlay / graft.RECORD).stat().st_blocks * 512
+    os.link(root / "planned" / "w", overlay / "w")
+    found = {row["model"]: row for row in rows(root)}
+    size = (root / "planned" / "w").stat().st_blocks * 512
+    assert [found["planned"][name] for name in ("bytes", "shared", "frees")] == [size, 0, 0]
+    assert [found["a-graft"][name] for name in ("bytes", "shared", "frees")] == [own, size, own]
+
+
+HOLDERS = {
+    "open": "f = open(sys.argv[1])",
+    "mapped": "import mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("called", ["itself", "a link to the root", "a second name elsewhere"])
+def test_a_model_in_use_stays_whatever_its_user_calls_it(
+    called: str, holder: str, root: Path, tmp_path: Path
+) -> None:
+    file = root / "forgotten" / "w"
+    looked_at = root
+    if called == "a link to the root":
+        looked_at = tmp_path / "link"
+        looked_at.symlink_to(root)
+    if called == "a second name elsewhere":
+        os.link(file, tmp_path / "w")
+        file = tmp_path / "w"
+    code = f"import sys, time; {HOLDERS[holder]}; print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = {row["model"]: row for row in rows(looked_at)}
+        process.kill()
+    assert found["forgotten"]["pids"] == [process.pid]
+    assert not shelf.may_go(found["forgotten"])
 
 
 def damaged(path: Path) -> None:
