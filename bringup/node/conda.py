@@ -188,5 +188,6 @@ def settings_of(given: Mapping[str, str], cache: str) -> dict[str, str]:
         "MAMBA_ROOT_PREFIX": f"{cache}/mamba-root",
         "CONDA_ALWAYS_YES": "true",
         "CONDA_CHANNEL_PRIORITY": "strict",
+        "CONDA_REGISTER_ENVS": "false",
         **given,
     }

@@ -24,7 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from . import conda, rattler_install
-from .files import locked, read_text, write_atomic
+from .files import locked, write_atomic
+from .inuse import in_use, users
+from .undo import Journal
 
 MANIFEST = "bringup-environment.json"
 NAME_FILE = ".bringup-name"
@@ -66,7 +68,8 @@ class Wanted:
     `checks`: commands that must end with 0, a bare name is looked for in the environment first;
     `packages`: of the distribution, installed when the interpreter lacks what makes environments;
     `planned`: prefixes of all environments that this node must have; `keep`: how many others stay;
-    `tool_lock`: lock of what provider rattler itself needs.
+    `tool_lock`: lock of what provider rattler itself needs; `role`: in whose journal it is kept what was there
+    before (bringup/node/undo.py), "" for none.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Wanted:
     log: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     tool_lock: str = ""
+    role: str = ""
 
 
 # --- looking ------------------------------------------------------------------------------------------------
@@ -134,27 +138,6 @@ def environments(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.is_symlink() and (path / NAME_FILE).is_file())
 
 
-def in_use(
-    prefixes: Sequence[Path], proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")
-) -> set[Path]:
-    """Which of the environments a process runs from (its files are mapped) or a unit names."""
-    texts = [read_text(path) for path in units.glob("*.service")] if prefixes else []
-    named = {prefix for prefix in prefixes if any(f"{prefix}/" in text for text in texts)}
-    return named | set(users(prefixes, proc))
-
-
-def users(prefixes: Sequence[Path], proc: Path = Path("/proc")) -> dict[Path, list[int]]:
-    """The processes that run from each environment that has any."""
-    found: dict[Path, list[int]] = {}
-    for folder in proc.iterdir() if prefixes else ():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            text = read_text(folder / "cmdline").replace("\0", " ") + read_text(folder / "maps")
-            for prefix in prefixes:
-                if f"{prefix}/" in text:
-                    found.setdefault(prefix, []).append(int(folder.name))
-    return found
-
-
 # --- making -------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +149,9 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
     """
     if check_only:
         return _outcome(wanted, not is_ready(wanted), not is_linked(wanted), superseded(wanted))
-    with locked(Path(wanted.prefix).parent / ".lock", LOCK_LIMIT_S):
+    lock = Path(wanted.prefix).parent / ".lock"
+    _remember(wanted, [lock, *([Path(wanted.link)] if wanted.link else [])])
+    with locked(lock, LOCK_LIMIT_S):
         built = not is_ready(wanted)
         if built:
             build(wanted)
@@ -177,6 +162,14 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
         for path in pruned:
             remove(path)
         return _outcome(wanted, built, switched, pruned)
+
+
+def _remember(wanted: Wanted, paths: Sequence[Path] = (), trees: Sequence[str] = ()) -> None:
+    """Keeps in the role's journal what is there now, before it is changed."""
+    if wanted.role:
+        journal = Journal(wanted.role)
+        journal.remember_paths(paths)
+        journal.remember_trees(map(Path, trees))
 
 
 def _outcome(wanted: Wanted, built: bool, switched: bool, pruned: Sequence[Path]) -> dict[str, Any]:
@@ -193,6 +186,7 @@ def build(wanted: Wanted) -> None:
     """Makes the environment. It is there when this returns, and not at all when it raises."""
     prefix = Path(wanted.prefix)
     _check_possible(wanted)
+    _remember(wanted, trees=[wanted.prefix, wanted.cache])
     remove(prefix)
     prefix.mkdir(parents=True, mode=0o755)
     (prefix / NAME_FILE).write_text(f"{wanted.name}\n", encoding="utf-8")
@@ -409,6 +403,7 @@ def with_uv(wanted: Wanted, log: Log) -> None:
         )
     python = "/usr/bin/python3" if wanted.python == "system" else wanted.python
     settings = {"UV_CACHE_DIR": f"{wanted.cache}/uv", "UV_PYTHON_INSTALL_DIR": PYTHONS, **wanted.settings}
+    _remember(wanted, trees=[settings["UV_PYTHON_INSTALL_DIR"]])
     make = [uv, "venv", "--allow-existing", "--python", python, wanted.prefix]
     log.run(make, STEP_LIMIT_S, "make the environment", settings)
     sync = [uv, "pip", "sync", "--require-hashes", "--python", f"{wanted.prefix}/bin/python"]
@@ -454,6 +449,7 @@ def with_rattler(wanted: Wanted, log: Log) -> None:
         log=wanted.log,
         settings=wanted.settings,
         keep=0,
+        role=wanted.role,
     )
     ensure(tool)
     program = Path(tool.prefix) / "rattler_install.py"
@@ -505,4 +501,9 @@ def _install_missing(wanted: Wanted, python: str, log: Log) -> None:
     wait = ["-o", f"DPkg::Lock::Timeout={PACKAGE_LOCK_LIMIT_S}"]
     log.run([apt, *wait, "update", "-q"], STEP_LIMIT_S, "look for packages", quiet)
     install = [apt, *wait, "install", "-q", "-y", "--no-install-recommends", *wanted.packages]
+    journal = Journal(wanted.role) if wanted.role else None
+    if journal:
+        journal.begin_install()
     log.run(install, STEP_LIMIT_S, f"install {' '.join(wanted.packages)}", quiet)
+    if journal:
+        journal.end_install()

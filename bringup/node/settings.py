@@ -94,15 +94,15 @@ def shm_bytes(wish: str) -> int:
     return number * factor
 
 
-def shared_memory(wish: str, check_only: bool) -> tuple[list[str], list[dict[str, str]]]:
-    """Makes /dev/shm as big as wanted where it is smaller."""
+def shared_memory(wish: str, journal: undo.Journal | None) -> tuple[list[str], list[dict[str, str]]]:
+    """Makes /dev/shm as big as wanted where it is smaller (`journal` None: check mode, it stays)."""
     if not wish:
         return [], []
-    room = os.statvfs(SHM)
-    size = room.f_blocks * room.f_frsize
+    size = undo.size_of(SHM)
     if size >= shm_bytes(wish) * SHM_SLACK:
         return [], []
-    if not check_only:
+    if journal is not None:
+        journal.remember_size(SHM)
         code, said = undo.run(["mount", "-o", f"remount,size={wish}", str(SHM)])
         if code != 0:
             return [], [{"name": str(SHM), "why": said}]
@@ -149,7 +149,7 @@ def apply(wanted: Mapping[str, Any], check_only: bool, role: str) -> dict[str, A
     journal = None if check_only else undo.Journal(role)
     values = [Value(str(row["name"]), str(row["path"]), str(row["value"])) for row in wanted["values"]]
     done, skipped = kernel(values, journal)
-    grown, refused = shared_memory(str(wanted["shared_memory"]), check_only)
+    grown, refused = shared_memory(str(wanted["shared_memory"]), journal)
     done += grown + quiet(wanted["timers"], journal)
     installed, unclocked = clock(wanted["clock_packages"], journal, packages.INSTALL_LIMIT_S)
     enabled = units.apply(

@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import sync_folder, write_atomic
+from .inuse import users
 
 FOLDER = Path("/var/lib/bringup/undo")
 UNIT_LINKS = Path("/etc/systemd/system")
@@ -83,6 +85,8 @@ class Journal:
             "schema_version": SCHEMA_VERSION,
             "role": role,
             "paths": {},
+            "trees": [],
+            "sizes": {},
             "values": {},
             "units": {},
             "packages": {"added": [], "replaced": {}},
@@ -105,7 +109,7 @@ class Journal:
     def is_empty(self) -> bool:
         """Has the role changed nothing?"""
         packages = self.data["packages"]
-        kept = [self.data[name] for name in ("paths", "values", "units", "holds")]
+        kept = [self.data[name] for name in ("paths", "trees", "sizes", "values", "units", "holds")]
         begun = self.data["installing"] is not None
         return not any([*kept, begun, packages["added"], packages["replaced"]])
 
@@ -119,6 +123,22 @@ class Journal:
         for path in fresh:
             self.data["paths"][str(path)] = look(path)
         if fresh:
+            self.save()
+
+    def remember_trees(self, trees: Iterable[Path]) -> None:
+        """Folders that are about to be made and filled: an undo removes each whole. One that is there already
+        is somebody else's, and stays."""
+        fresh = [tree for tree in trees if str(tree) not in self.data["trees"] and not os.path.lexists(tree)]
+        for tree in fresh:
+            self.remember_paths(_missing_parents(tree))
+            self.data["trees"].append(str(tree))
+        if fresh:
+            self.save()
+
+    def remember_size(self, mount: Path) -> None:
+        """The size of a file system in memory before it is changed."""
+        if str(mount) not in self.data["sizes"]:
+            self.data["sizes"][str(mount)] = size_of(mount)
             self.save()
 
     def remember_value(self, path: str, text: str) -> None:
@@ -178,12 +198,15 @@ class Journal:
         """Brings everything back and forgets it; what was done, one line a thing. Raises UndoFailed."""
         if self.is_empty():
             return []
+        self._refuse_in_use()
         done: list[str] = []
         failed: list[str] = []
         self._units_off(done, failed, check_only)
         self._packages_back(done, failed, check_only)
         if not failed:
+            self._trees_off(done, failed, check_only)
             self._paths_back(done, failed, check_only)
+            self._sizes_back(done, failed, check_only)
             self._values_back(done, failed, check_only)
             self._units_back(done, failed, check_only)
         if failed:
@@ -196,6 +219,32 @@ class Journal:
                 with suppress(OSError):
                     folder.rmdir()
         return done
+
+    def _refuse_in_use(self) -> None:
+        running = users([Path(tree) for tree in self.data["trees"]])
+        rows = [f"processes {', '.join(map(str, pids))} run from {tree}" for tree, pids in running.items()]
+        if rows:
+            raise UndoFailed(f"{'; '.join(rows)}. Stop their service, then run this again.")
+
+    def _trees_off(self, done: list[str], failed: list[str], check: bool) -> None:
+        for text in self.data["trees"]:
+            if not Path(text).is_dir():
+                continue
+            done.append(f"remove {text} and all in it")
+            try:
+                if not check:
+                    remove_tree(Path(text))
+            except OSError as error:
+                failed.append(f"{text}: {error}")
+
+    def _sizes_back(self, done: list[str], failed: list[str], check: bool) -> None:
+        for mount, size in self.data["sizes"].items():
+            if size_of(Path(mount)) == size:
+                continue
+            done.append(f"size of {mount}: {size} bytes")
+            code, said = (0, "") if check else run(["mount", "-o", f"remount,size={size}", mount])
+            if code != 0:
+                failed.append(f"{mount} does not become {size} bytes: {said}")
 
     def _systemctl(self, words: Sequence[str], done: list[str], failed: list[str], check: bool) -> None:
         done.append(" ".join(words))
@@ -286,6 +335,20 @@ def unit_state(name: str) -> tuple[str, bool]:
     _, out = run(["systemctl", "show", name, "--property", "UnitFileState,ActiveState"])
     found = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
     return found.get("UnitFileState", ""), found.get("ActiveState") in ("active", "activating", "reloading")
+
+
+def size_of(mount: Path) -> int:
+    """Bytes of a file system."""
+    room = os.statvfs(mount)
+    return room.f_blocks * room.f_frsize
+
+
+def remove_tree(tree: Path) -> None:
+    """Removes a folder: its own files first, so that what says "this is whole" goes before what it is about."""
+    for path in sorted(tree.iterdir()):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+    shutil.rmtree(tree)
 
 
 def _missing_parents(path: Path) -> list[Path]:

@@ -7,8 +7,9 @@ DOCUMENTATION = r"""
 module: node_undo
 short_description: Bring back what a role had changed on the node
 description:
-  - Files, folders, links, kernel settings, units and packages become what they were before the role came, from
-    the journal that the role's other modules kept on the node. Without a journal there is nothing to do.
+  - Files, folders, links, kernel settings, units, packages and the size of /dev/shm become what they were before
+    the role came, from the journal that the role's other modules kept on the node. Without a journal there is
+    nothing to do. While a process runs from a folder that would go, nothing is done.
   - When something cannot be brought back, the journal stays and the task says what.
 options:
   role:

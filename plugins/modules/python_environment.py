@@ -74,6 +74,10 @@ options:
     description: Lock of what provider C(rattler) itself needs; the action fills it in.
     type: str
     default: ""
+  role:
+    description: Role in whose journal it is kept what was there before, for module C(node_undo).
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -120,6 +124,7 @@ def main() -> None:
             "log": {"type": "path", "required": True},
             "settings": {"type": "dict", "default": {}},
             "tool_lock": {"type": "str", "default": ""},
+            "role": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )

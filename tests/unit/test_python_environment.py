@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bringup import ROOT
-from bringup.node import environment
+from bringup.node import environment, inuse, undo
 
 
 def wheel(folder: Path, name: str, version: str) -> str:
@@ -101,6 +101,22 @@ def test_environments_follow_each_other_and_the_oldest_goes(place: Path) -> None
     assert "install the packages" in (place / "log" / "demo.log").read_text()
 
 
+def test_an_undo_takes_all_environments_their_link_and_the_downloads(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo, "FOLDER", place / "state" / "undo")
+    first, second = (wanted(place, version, role="demo") for version in ("1.0", "2.0"))
+    before = sorted(place.rglob("*"))
+    environment.ensure(first, check_only=True)
+    assert sorted(place.rglob("*")) == before
+    environment.ensure(first)
+    environment.ensure(second)
+    assert {*names(place)} == {"demo-1.0", "demo-2.0", "demo-current"}
+    undo.Journal("demo").restore()
+    # What a build said stays.
+    assert sorted(place.rglob("*")) == sorted([*before, place / "log", place / "log" / "demo.log"])
+
+
 def test_what_a_process_runs_from_stays_until_it_ends(place: Path) -> None:
     first, second = wanted(place, "1.0"), wanted(place, "2.0", keep=0)
     environment.ensure(first)
@@ -180,13 +196,13 @@ def test_a_build_that_was_killed_leaves_nothing_that_counts_and_no_process(place
     process.send_signal(signal.SIGKILL)
     process.wait(120)
     assert not environment.is_ready(slow)
-    wait_until(lambda: not environment.users([Path(slow.prefix)]))
+    wait_until(lambda: not inuse.users([Path(slow.prefix)]))
     again = wanted(place, "1.0")
     assert environment.ensure(again)["built"]
     assert environment.is_ready(again)
 
 
-def wait_until(holds: object, limit_s: float = 30) -> None:
+def wait_until(holds: object, limit_s: float = 180) -> None:
     end = time.monotonic() + limit_s
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < end, "waited too long"
@@ -197,7 +213,7 @@ def test_an_environment_that_a_unit_names_is_in_use(tmp_path: Path) -> None:
     units = tmp_path / "units"
     units.mkdir()
     (units / "a.service").write_text("[Service]\nExecStart=/opt/envs/demo-1/bin/python -m server\n")
-    found = environment.in_use([Path("/opt/envs/demo-1"), Path("/opt/envs/demo-11")], tmp_path, units)
+    found = inuse.in_use([Path("/opt/envs/demo-1"), Path("/opt/envs/demo-11")], tmp_path, units)
     assert found == {Path("/opt/envs/demo-1")}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,58 @@ def test_check_mode_says_the_same_and_changes_nothing(node: Path) -> None:
 def test_check_mode_of_a_change_remembers_nothing(node: Path, tmp_path: Path) -> None:
     place.apply(entries(node), check_only=True, undo="demo")
     assert not (tmp_path / "state").exists()
+
+
+def test_a_folder_that_was_made_and_filled_goes_whole_and_one_that_was_there_stays(node: Path) -> None:
+    before = tree(node)
+    journal = Journal("demo")
+    journal.remember_trees([node / "opt/new/one", node / "etc"])
+    (node / "opt/new/one/deep").mkdir(parents=True)
+    (node / "opt/new/one/deep/file").write_text("new")
+    journal.remember_trees([node / "opt/new/one"])
+    said = Journal("demo").restore(check_only=True)
+    assert said[0] == f"remove {node}/opt/new/one and all in it"
+    assert Journal("demo").restore() == said
+    assert tree(node) == before
+
+
+def test_a_folder_that_a_process_runs_from_stays_and_so_does_all_else(node: Path) -> None:
+    tool = node / "opt/tool/sleep"
+    Journal("demo").remember_trees([tool.parent])
+    place.apply(entries(node), undo="demo")
+    tool.parent.mkdir(parents=True)
+    shutil.copy(shutil.which("sleep") or "", tool)
+    changed = tree(node)
+    with subprocess.Popen([tool, "600"]) as process:
+        try:
+            with pytest.raises(
+                undo.UndoFailed, match=rf"processes {process.pid} run from {tool.parent}\. Stop"
+            ):
+                Journal("demo").restore()
+        finally:
+            process.kill()
+    assert tree(node) == changed
+    Journal("demo").restore()
+    assert not tool.parent.exists()
+
+
+def test_the_size_of_a_file_system_in_memory_comes_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {tmp_path: 64 << 20}
+    ran: list[list[str]] = []
+    monkeypatch.setattr(undo, "size_of", lambda mount: sizes[mount])
+
+    def run(argv: Sequence[str], limit_s: float = 0) -> tuple[int, str]:
+        ran.append(list(argv))
+        return 0, ""
+
+    monkeypatch.setattr(undo, "run", run)
+    Journal("demo").remember_size(tmp_path)
+    sizes[tmp_path] = 1 << 30
+    Journal("demo").remember_size(tmp_path)
+    assert Journal("demo").restore() == [f"size of {tmp_path}: {64 << 20} bytes"]
+    assert ["mount", "-o", f"remount,size={64 << 20}", str(tmp_path)] in ran
 
 
 def test_values_come_back_as_text(node: Path) -> None:
