@@ -26,6 +26,10 @@ INDEX = Path("/var/lib/bringup/driver-archive")
 """Where the index of a folder of packages lies that has none of its own."""
 
 SOURCE = "/etc/apt/sources.list.d/bringup-driver.sources"
+DKMS_SETTINGS = Path("/etc/dkms")
+DKMS_KEYS = ("/var/lib/dkms/mok.pub", "/var/lib/shim-signed/mok/MOK.der")
+"""Certificates of the keys that DKMS signs with, on Debian and on Ubuntu, where its settings name none."""
+
 MODPROBE_LIMIT_S = 120
 ANSWER_EVERY_S = 5
 DRAIN_EVERY_S = 2
@@ -39,13 +43,17 @@ class DriverFailed(Exception):
 
 @dataclass(frozen=True)
 class Now:
-    """What a node has: versions of the running module and of the packages ("" for none)."""
+    """What a node has: versions of the running module and of the packages ("" for none).
+
+    `packaged_open`: a package that only a driver with open kernel modules has is installed.
+    """
 
     running: str = ""
     running_open: bool = False
     packaged: str = ""
     fabric: str = ""
     nouveau: bool = False
+    packaged_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,9 @@ def matches(version: str, spec: str) -> bool:
 def driver_fits(wish: Wish, now: Now) -> bool:
     """Is the driver that is installed one that is wanted?"""
     have = now.packaged or now.running
-    if not have or (wish.open_modules and now.running == have and not now.running_open):
+    # Open modules that are installed and wait for a boot are not installed again.
+    is_closed = now.running == have and not now.running_open and not now.packaged_open
+    if not have or (wish.open_modules and is_closed):
         return False
     return matches(have, wish.version) if wish.version else numbers(have) >= numbers(wish.minimum)
 
@@ -158,6 +168,20 @@ def installed_of(
     return list(found)
 
 
+def open_only(sets: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The sets with open kernel modules, less the packages that sets with closed ones name too."""
+    shared = {name for one in sets if not one["open"] for name in (*one["driver"], *one["other"])}
+    return [
+        {
+            **one,
+            "driver": [name for name in one["driver"] if name not in shared],
+            "other": [name for name in one["other"] if name not in shared],
+        }
+        for one in sets
+        if one["open"]
+    ]
+
+
 def packaged_version(
     sets: Sequence[Mapping[str, Any]], have: Mapping[str, str], kernel: str, part: str = "driver"
 ) -> str:
@@ -186,6 +210,7 @@ def look(sets: Sequence[Mapping[str, Any]]) -> Now:
         packaged=packaged_version(sets, have, kernel),
         fabric=packaged_version(sets, have, kernel, "fabric"),
         nouveau=NOUVEAU.is_dir(),
+        packaged_open=bool(installed_of(open_only(sets), have, kernel, ("driver", "other"))),
     )
 
 
@@ -211,6 +236,47 @@ def fabric_version() -> str:
     """The installed fabric manager's version, "" without one."""
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)", common.run(["nv-fabricmanager", "--version"])[1])
     return match[1] if match else ""
+
+
+# --- secure boot --------------------------------------------------------------------------------------------
+
+
+def signing_keys(root: Path = Path("/")) -> list[Path]:
+    """Certificates of the keys that DKMS signs modules with, those that are there."""
+    named = [
+        match[1]
+        for path in (root / str(DKMS_SETTINGS).lstrip("/")).glob("framework.conf*")
+        for file in (sorted(path.glob("*.conf")) if path.is_dir() else [path])
+        for match in re.finditer(r"^\s*mok_certificate=[\"']?([^\s\"']+)", facts.read(file), re.MULTILINE)
+    ]
+    return [path for name in (named or DKMS_KEYS) if (path := root / name.lstrip("/")).is_file()]
+
+
+def unsigned(runner: facts.Runner, root: Path = Path("/")) -> str:
+    """Why the kernel would refuse modules that DKMS builds here, and what to do; "" when it would take them."""
+    if not facts.secure_boot(runner, root):
+        return ""
+    keys = signing_keys(root)
+    said = {key: runner(["mokutil", "--test-key", str(key)], facts.COMMAND_LIMIT_S) for key in keys}
+    if any("already enrolled" in text for _, text in said.values()):
+        return ""
+    if any(code == 127 for code, _ in said.values()):
+        why = "whether their key is enrolled cannot be seen without mokutil"
+        key = "install mokutil and run this again"
+    elif keys:
+        why = f"their key {keys[0]} is not enrolled"
+        key = f"enrol it (sudo mokutil --import {keys[0]}; boot, and confirm at the console)"
+    else:
+        why = "there is no key that they could be signed with"
+        key = (
+            "make one (sudo dkms generate_mok; on Ubuntu sudo update-secureboot-policy --new-key) and enrol it "
+            f"(sudo mokutil --import {DKMS_KEYS[0]}; boot, and confirm at the console)"
+        )
+    return (
+        f"secure boot is on, and the kernel would refuse modules that DKMS builds: {why}. Set "
+        f"node_driver.modules: prebuilt (the distribution's own signed modules), or {key}, or turn secure boot "
+        "off in the firmware. Nothing was changed."
+    )
 
 
 # --- an archive of packages ---------------------------------------------------------------------------------
@@ -410,6 +476,8 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
             f"driver {now.running} did not come from packages. Remove it with nvidia-uninstall, or leave "
             "node_driver.version unset to keep it."
         )
+    if change and wish.modules == "dkms" and (why := unsigned(facts.run)):
+        raise DriverFailed(why)
     files = [*given["files"]]
     if given["archive"]:
         if not check_only:
@@ -475,8 +543,14 @@ def _change(
     _, chosen = choose(wish, spec, given["packages"], had, kernel)
     if not chosen:
         raise DriverFailed(_none(wish, spec, names, had))
+    built_for = Path(f"/lib/modules/{kernel}/build")
+    if headers and not built_for.exists() and not had.get(headers[0]):
+        raise DriverFailed(
+            f"DKMS could not build for kernel {kernel}: {built_for} is not there, and {headers[0]} cannot be had. "
+            "Install the kernel's headers, boot a kernel that has some, or set node_driver.modules: prebuilt."
+        )
     done = drain(given["services"])
-    if headers and had.get(headers[0]) and not Path(f"/lib/modules/{kernel}/build").exists():
+    if headers and not built_for.exists():
         chosen = {**chosen, headers[0]: had[headers[0]][0]}
     old = installed_of(given["packages"], packages.versions(), kernel, ("driver", "fabric"))
     return done + install(chosen, old, undo.Journal(ROLE))

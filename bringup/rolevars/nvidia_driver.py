@@ -13,6 +13,12 @@ from bringup.rolevars import entries
 SETTINGS_UNIT = "bringup-gpu-settings.service"
 KEYRING = "/etc/apt/keyrings/bringup-driver.asc"
 SMI = "/usr/bin/nvidia-smi"
+DEFAULT_POWER = (
+    f"/bin/sh -c '{SMI} --query-gpu=index,power.default_limit --format=csv,noheader,nounits | "
+    f'while IFS=", " read -r gpu watts; do {SMI} --id=$$gpu --power-limit=$$watts; done\''
+)
+"""Each GPU's own limit again: nvidia-smi has no option for that, and a limit outlives the unit that set it."""
+
 HEAD = "# Written by bringup from the plan: provision again instead of editing.\n"
 NEVER_UNATTENDED = ("^nvidia-", "^libnvidia-", "^linux-modules-nvidia-", "^cuda-drivers")
 
@@ -85,11 +91,12 @@ def _memory_is_a_node(host: HostPlan) -> bool:
 
 
 def settings_text(site: Mapping[str, Any]) -> str:
-    """The unit that sets persistence, clocks and power at each boot, and takes clocks back when stopped."""
+    """The unit that sets persistence, clocks and power at each boot, and takes the last two back when stopped."""
     clocks, power = site.get("clocks_mhz"), site.get("power_w")
     commands = [f"ExecStart={SMI} --persistence-mode=1"]
     if power:
         commands.append(f"ExecStart={SMI} --power-limit={power}")
+        commands.append(f"ExecStop={DEFAULT_POWER}")
     if clocks:
         commands.append(f"ExecStart={SMI} --lock-gpu-clocks={clocks[0]},{clocks[1]}")
         commands.append(f"ExecStop={SMI} --reset-gpu-clocks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def test_a_version_is_of_a_branch_or_the_very_one(version: str, spec: str, fits:
         (Wish(version="580", minimum="550"), Now(running="570.158.01", packaged="580.159.04"), True),
         (Wish(minimum="550", open_modules=True), Now(running="580.105.08", packaged="580.105.08"), False),
         (Wish(minimum="550", open_modules=True), Now("580.105.08", True, "580.105.08"), True),
+        # The open modules of the same version are installed and wait for a boot.
+        (
+            Wish(minimum="550", open_modules=True),
+            Now(running="580.105.08", packaged="580.105.08", packaged_open=True),
+            True,
+        ),
         (Wish(minimum="550", fabric=True), Now("580.105.08", True, "580.105.08", "580.105.08"), True),
         (Wish(minimum="550", fabric=True), Now("580.105.08", True, "580.105.08", "580.159.04"), False),
         (Wish(minimum="550", fabric=True), Now("580.105.08", True, "580.105.08"), False),
@@ -110,6 +117,33 @@ def test_without_switches_no_fabric_manager_is_chosen() -> None:
     _, chosen = driver.choose(Wish(open_modules=True), "580", SETS, had(UBUNTU, "580.105.08"), KERNEL)
     assert "nvidia-fabricmanager-580" not in chosen
     assert len(chosen) == 5
+
+
+def test_closed_modules_are_not_chosen_where_open_ones_are_needed() -> None:
+    closed = had(
+        (*(name.removesuffix("-open") for name in UBUNTU), "nvidia-kernel-dkms", *DEBIAN[1:]),
+        "580.105.08",
+    )
+    assert driver.choose(Wish(open_modules=True), "580", SETS, closed, KERNEL) == ("", {})
+    _, chosen = driver.choose(Wish(), "580", SETS, closed, KERNEL)
+    assert "nvidia-dkms-580" in chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "is_open"),
+    [
+        ("nvidia-dkms-580-open", True),
+        ("nvidia-kernel-open-dkms", True),
+        (f"linux-modules-nvidia-580-server-open-{KERNEL}", True),
+        ("nvidia-dkms-580", False),
+        ("nvidia-kernel-dkms", False),
+        ("libnvidia-compute-580", False),
+        ("nvidia-driver-cuda", False),
+    ],
+)
+def test_open_modules_are_known_by_packages_that_closed_ones_do_not_have(name: str, is_open: bool) -> None:
+    parts = ("driver", "other")
+    assert bool(driver.installed_of(driver.open_only(SETS), [name], KERNEL, parts)) is is_open
 
 
 def test_the_vendors_packages_for_debian_are_found_by_what_can_be_had() -> None:
@@ -200,6 +234,72 @@ def test_an_empty_archive_and_none_are_refused(tmp_path: Path, monkeypatch: pyte
         driver.make_ready(tmp_path, undo.Journal("demo"))
 
 
+# --- secure boot --------------------------------------------------------------------------------------------
+
+
+def firmware(root: Path, state: bytes) -> None:
+    folder = root / "sys/firmware/efi/efivars"
+    folder.mkdir(parents=True)
+    (folder / "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c").write_bytes(b"\x06\0\0\0" + state)
+
+
+def key(root: Path, path: str = driver.DKMS_KEYS[0]) -> Path:
+    made = root / path.lstrip("/")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.write_bytes(b"certificate")
+    return made
+
+
+class Mokutil:
+    """Answers as mokutil does; `enrolled`: the keys that the firmware knows; code 127: there is none."""
+
+    def __init__(self, *enrolled: Path, code: int = 0) -> None:
+        self.enrolled, self.code = [str(path) for path in enrolled], code
+
+    def __call__(self, argv: Sequence[str], limit_s: int) -> tuple[int, str]:
+        if self.code:
+            return self.code, "no such command"
+        assert argv[:2] == ["mokutil", "--test-key"]
+        return (0, f"{argv[2]} is {'already' if argv[2] in self.enrolled else 'not'} enrolled")
+
+
+def test_without_secure_boot_modules_need_no_key(tmp_path: Path) -> None:
+    firmware(tmp_path, b"\0")
+    assert driver.unsigned(Mokutil(), tmp_path) == ""
+    # A machine without EFI and without mokutil.
+    assert driver.unsigned(Mokutil(code=127), tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize("path", driver.DKMS_KEYS)
+def test_with_secure_boot_an_enrolled_key_is_good(path: str, tmp_path: Path) -> None:
+    firmware(tmp_path, b"\1")
+    assert driver.unsigned(Mokutil(key(tmp_path, path)), tmp_path) == ""
+
+
+def test_with_secure_boot_modules_that_the_kernel_would_refuse_are_not_installed(tmp_path: Path) -> None:
+    firmware(tmp_path, b"\1")
+    said = driver.unsigned(Mokutil(), tmp_path)
+    assert "no key that they could be signed with" in said
+    assert "dkms generate_mok" in said
+    made = key(tmp_path)
+    said = driver.unsigned(Mokutil(), tmp_path)
+    assert f"their key {made} is not enrolled" in said
+    assert f"sudo mokutil --import {made}" in said
+    assert "node_driver.modules: prebuilt" in said
+    assert "cannot be seen without mokutil" in driver.unsigned(Mokutil(code=127), tmp_path)
+
+
+def test_a_key_of_the_sites_own_is_the_one_that_counts(tmp_path: Path) -> None:
+    firmware(tmp_path, b"\1")
+    usual, own = key(tmp_path), key(tmp_path, "/etc/site/mok.der")
+    settings = tmp_path / "etc/dkms/framework.conf.d/site.conf"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('# mok_certificate=/none\nmok_certificate="/etc/site/mok.der"\n')
+    assert driver.signing_keys(tmp_path) == [own]
+    assert driver.unsigned(Mokutil(own), tmp_path) == ""
+    assert "not enrolled" in driver.unsigned(Mokutil(usual), tmp_path)
+
+
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
@@ -222,7 +322,10 @@ def test_clocks_and_power_are_set_at_boot_and_taken_back() -> None:
     text = nvidia_driver.settings_text({"clocks_mhz": (1200, 1980), "power_w": 600})
     assert "--lock-gpu-clocks=1200,1980\nExecStop=/usr/bin/nvidia-smi --reset-gpu-clocks\n" in text
     assert "--power-limit=600\n" in text
-    assert "lock-gpu-clocks" not in nvidia_driver.settings_text({})
+    assert f"ExecStop={nvidia_driver.DEFAULT_POWER}\n" in text
+    plain = nvidia_driver.settings_text({})
+    assert "lock-gpu-clocks" not in plain
+    assert "power" not in plain.replace("Persistence, clocks and power", "")
 
 
 def test_persistence_runs_as_root_only_where_gpu_memory_is_a_memory_node() -> None:
