@@ -222,10 +222,16 @@ def answers_exit(rows: Sequence[Mapping[str, Any]]) -> Exit:
 
 def log_command(service: str, lines: int, *, follow: bool) -> str:
     """The shell command that prints a service's log: the newest file behind the link, followed through
-    rotations.
+    rotations, or the journal of its own that it logs to where there is no such folder.
     """
     path = shlex.quote(f"{LOG_FOLDER}/{service}/engine.log")
-    return AS_ROOT.format(f"tail -n {lines} {'-F ' if follow else ''}{path}")
+    journal = shlex.join(
+        ["journalctl", f"--namespace=bringup-{service}", "--output=cat", "--quiet", f"--lines={lines}"]
+    )
+    file = f"tail -n {lines} {'-F ' if follow else ''}{path}"
+    own = shlex.quote(f"/etc/systemd/journald@bringup-{service}.conf")
+    either = f"if [ -e {own} ]; then {journal}{' --follow' if follow else ''}; else {file}; fi"
+    return AS_ROOT.format(f"sh -c {shlex.quote(either)}")
 
 
 def logs(chosen: Sequence[Target], lines: int, *, follow: bool = False) -> Iterator[tuple[str, str, str]]:

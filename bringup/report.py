@@ -313,6 +313,8 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Any:
         )
         if row.get("why"):
             shown.add_row("", Text(str(row["why"]), "red"))
+        if row.get("restart"):
+            shown.add_row("", Text(str(row["restart"]), "yellow"))
     return shown
 
 

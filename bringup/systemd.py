@@ -41,6 +41,9 @@ WATCH_EVERY_S = 30
 PREFILL_S = 900
 """How long requests in flight may go without any counter moving before a server counts as hung."""
 
+STALL_S = 300
+"""The same for engines with a metric that moves with each batch of a prefill: no batch takes that long."""
+
 SANDBOX = (
     "NoNewPrivileges=yes",
     "CapabilityBoundingSet=",
@@ -150,6 +153,11 @@ def log_file(service: Service) -> str | None:
     return str(LOGS / service.name / "engine.log") if service.logs.mode == "file" else None
 
 
+def log_namespace(service: Service) -> str | None:
+    """The journal of the service's own, in journal mode; None in file mode."""
+    return service.unit if service.logs.mode == "journal" else None
+
+
 def log_unit(service: Service) -> str:
     """The log service's name without suffix."""
     return f"bringup-log-{service.name}"
@@ -158,6 +166,16 @@ def log_unit(service: Service) -> str:
 def restart_unit(service: Service) -> str:
     """The name, without suffix, of the unit and timer that restart the service on schedule."""
     return f"bringup-restart-{service.name}"
+
+
+def drift_unit(service: Service) -> str:
+    """The name, without suffix, of the units that restart the service when its watchdog asks for it."""
+    return f"bringup-drift-{service.name}"
+
+
+def watch_folder(service: Service) -> str:
+    """Name under /run of the watchdog's own folder (`drift.folder_of` on the node)."""
+    return f"bringup-watch-{service.name}"
 
 
 def watch_unit(service: Service) -> str:
@@ -255,14 +273,11 @@ def writable(service: Service) -> tuple[str, ...]:
 
 
 def _log_needs(service: Service) -> list[str]:
-    if service.logs.mode == "journal":
-        return []
     return [f"Requires={log_unit(service)}.socket", f"After={log_unit(service)}.socket"]
 
 
 def _output(service: Service) -> list[str]:
-    if service.logs.mode == "journal":
-        return ["StandardOutput=journal", "StandardError=inherit", f"SyslogIdentifier={service.unit}"]
+    # In journal mode too: secrets are taken out, and lines are counted, before anything is kept.
     return [f"StandardOutput=append:{FIFOS}/{service.name}", "StandardError=inherit"]
 
 
@@ -294,22 +309,23 @@ def log_socket_text(service: Service) -> str:
 
 
 def log_unit_text(service: Service) -> str:
-    """The log service: from the FIFO into rotated files. `systemctl reload` rotates now."""
+    """The log service: from the FIFO into rotated files (`systemctl reload` rotates now), or into a journal of
+    the service's own.
+    """
     logs: LogRotation = service.logs
+    where = "rotated files" if logs.mode == "file" else "a journal of its own"
     unit = [
-        f"Description=Log of {value(service.unit)}: rotated files",
+        f"Description=Log of {value(service.unit)}: {where}",
         f"Requires={log_unit(service)}.socket",
         f"After={log_unit(service)}.socket",
         "StartLimitIntervalSec=0",
     ]
-    words = [*program("logpipe"), str(LOGS / service.name)]
-    words += [f"--size-bytes={logs.size_bytes}", f"--age-s={logs.age_s}", f"--keep={logs.keep}"]
     run = [
         "Type=exec",
         f"User={LOG_USER}",
         "Group=adm",
         f"LoadCredential=api_key:{key_file(service)}" if service.api_key else None,
-        f"ExecStart={command(words)}",
+        f"ExecStart={command(_log_words(service))}",
         "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=always",
         "RestartSec=1",
@@ -317,12 +333,49 @@ def log_unit_text(service: Service) -> str:
         "LimitCORE=0",
         "Nice=5",
         *HELPER_SANDBOX,
-        f"ReadWritePaths={LOGS}/{service.name}",
+        f"ReadWritePaths={LOGS}/{service.name}" if logs.mode == "file" else None,
+        *(_journal_output(service) if logs.mode == "journal" else ()),
         "PrivateNetwork=yes",
         "RestrictAddressFamilies=none",
         "IPAddressDeny=any",
     ]
     return _unit(("Unit", unit), ("Service", run), ("Install", ["WantedBy=multi-user.target"]))
+
+
+def _log_words(service: Service) -> list[str]:
+    logs: LogRotation = service.logs
+    limit = [f"--lines-per-s={logs.lines_per_s}"] if logs.lines_per_s else []
+    if logs.mode == "journal":
+        return [*program("logpipe"), "--journal", *limit]
+    sizes = [f"--size-bytes={logs.size_bytes}", f"--age-s={logs.age_s}", f"--keep={logs.keep}"]
+    return [*program("logpipe"), str(LOGS / service.name), *sizes, *limit]
+
+
+def _journal_output(service: Service) -> list[str]:
+    return [
+        f"LogNamespace={log_namespace(service)}",
+        "StandardOutput=journal",
+        f"SyslogIdentifier={service.unit}",
+        # Counted here, where the count is written into the log too.
+        "LogRateLimitIntervalSec=0",
+    ]
+
+
+def journal_text(service: Service) -> str:
+    """Settings of the journal that is the service's own: the same limits as those of files."""
+    logs: LogRotation = service.logs
+    return (
+        "# Written by bringup from the plan: provision again instead of editing.\n"
+        "[Journal]\n"
+        "Storage=persistent\n"
+        f"SystemMaxUse={logs.size_bytes * (logs.keep + 1)}\n"
+        f"SystemMaxFileSize={logs.size_bytes}\n"
+        f"MaxFileSec={logs.age_s}s\n"
+        f"MaxRetentionSec={logs.age_s * (logs.keep + 1)}s\n"
+        "RateLimitIntervalSec=0\n"
+        "ForwardToSyslog=no\n"
+        "ForwardToWall=no\n"
+    )
 
 
 def watch_unit_text(service: Service) -> str:
@@ -335,6 +388,9 @@ def watch_unit_text(service: Service) -> str:
         f"Group={service.user}",
         f"LoadCredential=api_key:{key_file(service)}" if service.api_key else None,
         f"ExecStart={command([*program('watch'), service.name])}",
+        f"RuntimeDirectory={watch_folder(service)}",
+        # Levels of drift belong to the server's start, and outlive a restart of its watchdog.
+        "RuntimeDirectoryPreserve=yes",
         "Restart=always",
         "RestartSec=10",
         "LimitCORE=0",
@@ -344,22 +400,32 @@ def watch_unit_text(service: Service) -> str:
     return _unit(("Unit", unit), ("Service", run), ("Install", ["WantedBy=multi-user.target"]))
 
 
-def restart_unit_text(service: Service, longest_s: int) -> str:
+def restart_unit_text(service: Service, longest_s: int, *options: str) -> str:
     """The unit that restarts the server once, politely; `longest_s`: postponing, lease, drain and start
     together.
     """
     unit = [f"Description=Restart of {value(service.unit)}, one host of its group at a time"]
+    dropped = ("ProtectProc", "CapabilityBoundingSet")
     run = [
         "Type=oneshot",
-        f"ExecStart={command([*program('restart'), service.name])}",
+        f"ExecStart={command([*program('restart'), service.name, *options])}",
         f"TimeoutStartSec={longest_s}",
         "LimitCORE=0",
-        *(line for line in HELPER_SANDBOX if not line.startswith("ProtectProc")),
-        "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6",
-        # /run/bringup is tmpfs and may be missing after a boot: the role's tmpfiles entry makes it.
+        *(line for line in HELPER_SANDBOX if not line.startswith(dropped)),
+        # For the packet filter, which refuses new connections while requests in flight end.
+        "CapabilityBoundingSet=CAP_NET_ADMIN",
+        "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
+        # /run/bringup is gone after a boot; the socket of the server's log makes it again.
         "ReadWritePaths=/run/bringup /var/lib/bringup",
     ]
     return _unit(("Unit", unit), ("Service", run))
+
+
+def drift_path_text(service: Service) -> str:
+    """Starts the drift unit when the watchdog writes down that it has seen drift."""
+    unit = [f"Description=Drift of {value(service.unit)}, as its watchdog sees it"]
+    path = [f"PathChanged=/run/{watch_folder(service)}/drift.json", f"Unit={drift_unit(service)}.service"]
+    return _unit(("Unit", unit), ("Path", path), ("Install", ["WantedBy=multi-user.target"]))
 
 
 def calendar(expression: str) -> str:

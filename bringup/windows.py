@@ -7,8 +7,21 @@ from bringup.node.windows import (
     Window,
     checked,
     is_open,
+    may,
     parse,
     until_change,
+    until_may_change,
 )
 
-__all__ = ["DAYS", "MINUTES", "RANGE", "Window", "checked", "is_open", "parse", "until_change"]
+__all__ = [
+    "DAYS",
+    "MINUTES",
+    "RANGE",
+    "Window",
+    "checked",
+    "is_open",
+    "may",
+    "parse",
+    "until_change",
+    "until_may_change",
+]

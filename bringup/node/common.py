@@ -114,11 +114,11 @@ def seconds_of(text: str) -> float:
         return 0.0
 
 
-def run(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str, str]:
+def run(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str = "") -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command; 127 when it is not there, 124 when it took too long."""
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+            command, capture_output=True, timeout=timeout_s, check=False, input=stdin.encode()
         )
     except (FileNotFoundError, PermissionError) as error:
         return 127, "", str(error)
@@ -133,6 +133,15 @@ def unit_state(unit: str, properties: Iterable[str]) -> dict[str, str]:
     _, out, _ = run(["systemctl", "show", unit, "--property", ",".join(names)])
     found = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
     return {name: found.get(name, "") for name in names}
+
+
+def journal_of(service: Mapping[str, Any]) -> list[str]:
+    """`journalctl` for what a server in journal mode has logged: a journal of its own, without what journald
+    says of itself.
+    """
+    namespace = service.get("log_namespace") or service["unit"]
+    chosen = [f"--namespace={namespace}", f"--identifier={service['unit']}"]
+    return ["journalctl", *chosen, "--no-pager", "--quiet"]
 
 
 def request(

@@ -1,7 +1,10 @@
-"""Takes this node out of rotation and waits until its servers are idle; or puts it back (module `node_drain`).
+"""Takes this node's servers out of rotation and waits until they are idle; or puts them back (module `node_drain`,
+and each restart).
 
-The mark is a file a service under /run/bringup/draining: `/v1/state` of the lease listener shows it to
-gateways. A reboot takes it away.
+Two things stop new requests. A mark, a file a service under /run/bringup/draining: the lease listener's
+`/v1/ready/<service>` turns 503, for load balancers. And the kernel: new connections from other machines to the
+server's port are refused (nftables), so that clients which ask nobody go to another node at once. Connections
+that are open go on, and so do the node's own (watchdog, warm-up, verification). A reboot takes both away.
 """
 
 from __future__ import annotations
@@ -19,33 +22,89 @@ POLL_S = 0.5
 IDLE_LOOKS = 3
 """So many looks in a row must find no request before a server counts as idle."""
 
+RULES = """\
+table inet {table}
+delete table inet {table}
+table inet {table} {{
+  set ports {{ type inet_service; flags timeout; }}
+  chain input {{
+    type filter hook input priority -300; policy accept;
+    iifname != "lo" tcp dport @ports tcp flags & (fin|syn|rst|ack) == syn counter reject with tcp reset
+  }}
+}}
+add element inet {table} ports {{ {port}{timeout} }}
+"""
+"""Replaces the service's table in one transaction. The port is in a set because elements can have an end: a
+restart that dies does not leave its server refused for ever."""
 
-def marked(names: Iterable[str], folder: Path = MARKS) -> list[str]:
+NO_NFT = "nft is not installed on this node"
+
+
+def table(name: str) -> str:
+    """The service's table of the packet filter."""
+    return f"bringup-{name}"
+
+
+def rules(name: str, port: int, limit_s: float | None) -> str:
+    """What `nft -f -` is given; `limit_s`: when refusing ends by itself (None: when it is taken back)."""
+    timeout = "" if limit_s is None else f" timeout {max(1, int(limit_s))}s"
+    return RULES.format(table=table(name), port=port, timeout=timeout)
+
+
+def refuse_new(name: str, port: int, limit_s: float | None) -> str:
+    """Refuse new connections from other machines; why that could not be done, or the empty string."""
+    code, _, err = common.run(["nft", "-f", "-"], stdin=rules(name, port, limit_s))
+    if code == 127:
+        return NO_NFT
+    return "" if code == 0 else (err.strip().splitlines() or [f"nft ended with {code}"])[0]
+
+
+def take_new(name: str) -> None:
+    """Let new connections in again."""
+    common.run(["nft", "delete", "table", "inet", table(name)])
+
+
+def marked(names: Iterable[str], folder: Path | None = None) -> list[str]:
     """Those of the services that are marked."""
-    return [name for name in names if (folder / name).exists()]
+    return [name for name in names if ((folder or MARKS) / name).exists()]
+
+
+def mark(service: Mapping[str, Any], limit_s: float | None, folder: Path | None = None) -> str:
+    """Mark a service and refuse new connections to it; why those are not refused, or the empty string."""
+    marks = folder or MARKS
+    marks.mkdir(parents=True, exist_ok=True)
+    (marks / service["name"]).touch()
+    return refuse_new(str(service["name"]), int(service["port"]), limit_s)
 
 
 def drain(
     names: Iterable[str],
     limit_s: float,
     look: Callable[[Mapping[str, Any]], int] | None = None,
-    folder: Path = MARKS,
+    folder: Path | None = None,
 ) -> dict[str, int]:
     """Marks the services and waits, at most `limit_s` each; how many requests each still had (0: idle)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    left: dict[str, int] = {}
-    for name in names:
-        (folder / name).touch()
-    for name in names:
-        left[name] = _wait(name, limit_s, look or in_flight)
-    return left
+    marks = folder or MARKS
+    marks.mkdir(parents=True, exist_ok=True)
+    services = {name: _described(name) for name in names}
+    for name, service in services.items():
+        (marks / name).touch()
+        if service:
+            mark(service, None, marks)
+    return {
+        name: _wait(service, limit_s, look or in_flight) if service else 0
+        for name, service in services.items()
+    }
 
 
-def _wait(name: str, limit_s: float, look: Callable[[Mapping[str, Any]], int]) -> int:
+def _described(name: str) -> dict[str, Any] | None:
     try:
-        service = common.load(name)
+        return common.load(name)
     except Refusal:
-        return 0
+        return None
+
+
+def _wait(service: Mapping[str, Any], limit_s: float, look: Callable[[Mapping[str, Any]], int]) -> int:
     until, quiet = time.monotonic() + limit_s, 0
     while True:
         count = look(service)
@@ -61,7 +120,8 @@ def in_flight(service: Mapping[str, Any]) -> int:
     return common.in_flight(service, key=common.key_of(service)) if state == "active" else 0
 
 
-def put_back(names: Iterable[str], folder: Path = MARKS) -> None:
-    """Removes the marks."""
+def put_back(names: Iterable[str], folder: Path | None = None) -> None:
+    """Removes the marks, and lets new connections in."""
     for name in names:
-        (folder / name).unlink(missing_ok=True)
+        ((folder or MARKS) / name).unlink(missing_ok=True)
+        take_new(name)

@@ -219,10 +219,12 @@ def follow_file(path: Path, mark: Mapping[str, int], phases: Phases, stop: threa
             last = stop.wait(LOG_POLL_S)
 
 
-def read_journal(unit: str, invocation: str, phases: Phases) -> None:
-    """Feed what the journal has of this start to `phases`, with the journal's own times."""
-    query = ["journalctl", f"--unit={unit}.service", "--output=json", "--all", "--quiet", "--no-pager"]
-    _, out, _ = common.run([*query, f"_SYSTEMD_INVOCATION_ID={invocation}"])
+def read_journal(service: Mapping[str, Any], since: float, phases: Phases) -> None:
+    """Feed what the server's journal has since then (seconds since 1970) to `phases`, with the journal's own
+    times.
+    """
+    query = [*common.journal_of(service), "--output=json", "--all", f"--since=@{since:.3f}"]
+    _, out, _ = common.run(query)
     for row in out.splitlines():
         try:
             entry = json.loads(row)
@@ -234,12 +236,14 @@ def read_journal(unit: str, invocation: str, phases: Phases) -> None:
         phases.line(text, at)
 
 
-def journal_phases(unit: str, invocation: str, phases: Phases, wait_s: float = MARKER_WAIT_S) -> None:
+def journal_phases(
+    service: Mapping[str, Any], since: float, phases: Phases, wait_s: float = MARKER_WAIT_S
+) -> None:
     """All markers from the journal: written out first, then read until they are there or `wait_s` is over."""
     until = time.monotonic() + wait_s
-    common.run(["journalctl", "--sync"])
     while True:
-        read_journal(unit, invocation, phases)
+        common.run([*common.journal_of(service), "--sync"])
+        read_journal(service, since, phases)
         if phases.complete or time.monotonic() >= until:
             return
         time.sleep(LOG_POLL_S)
@@ -390,9 +394,8 @@ def gate(name: str, pid: int) -> int:
         stop.set()
         follower.join(MARKER_WAIT_S)
     else:
-        journal_phases(
-            service["unit"], os.environ.get("INVOCATION_ID", ""), phases, 0.0 if why else MARKER_WAIT_S
-        )
+        since = common.seconds_of(str(noted.get("at", ""))) or started
+        journal_phases(service, since, phases, LAST_WORDS_S if why else MARKER_WAIT_S)
     if gone and phases.last:
         why = f"{why}: {' | '.join(phases.last)}"
     result = record(service, started, steps, phases, why)

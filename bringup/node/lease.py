@@ -3,6 +3,7 @@
     POST /v1/lease    {"group", "holder", "token", "ttl_s"}   200 {"granted": true} | 409 {"why"}
     POST /v1/release  {"group", "holder", "token"}            200 {"released"}
     GET  /v1/state                                       200 {"services": {name: {"active", "draining"}}, ...}
+    GET  /v1/ready/NAME                                  200 | 503 {"why"}, to anybody: for load balancers
 
 A holder needs the grants of more than half of its group's nodes (`restart.py`), and each node grants one at a
 time: so two can never hold a group at once, whatever the clocks say. Grants outlive a restart of this program
@@ -38,6 +39,7 @@ BODY_BYTES = 4096
 REQUEST_LIMIT_S = 10.0
 LONGEST_LEASE_S = 6 * 3600
 CALLS_A_SECOND = 50
+READY_CALLS_A_SECOND = 20
 AT_ONCE = 16
 
 
@@ -160,6 +162,18 @@ class Node:
         }
         return HTTPStatus.OK, {"services": services, "leases": held}
 
+    def ready(self, name: str) -> tuple[int, dict[str, Any]]:
+        """May new requests go to this node's server of that name?"""
+        found = [service for service in self.settings["groups"].values() if service["name"] == name]
+        if not found:
+            return _nothing()
+        if (DRAINING / name).exists():
+            return HTTPStatus.SERVICE_UNAVAILABLE, {"ready": False, "why": "draining"}
+        state = common.unit_state(f"{found[0]['unit']}.service", ("ActiveState",))["ActiveState"]
+        if state != "active":
+            return HTTPStatus.SERVICE_UNAVAILABLE, {"ready": False, "why": state or "not there"}
+        return HTTPStatus.OK, {"ready": True}
+
     def _problem(self, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
         group, holder = body.get("group"), body.get("holder")
         service = self.settings["groups"].get(group)
@@ -189,14 +203,20 @@ class Handler(BaseHTTPRequestHandler):
 
     node: Node
     rate: Rate
+    ready_rate: Rate
     allowed: frozenset[str] = frozenset()
     timeout = REQUEST_LIMIT_S
     protocol_version = "HTTP/1.0"
     server_version, sys_version = "bringup-lease", ""
 
     def do_GET(self) -> None:
-        """`/v1/state`."""
-        if self._may():
+        """`/v1/state`, and `/v1/ready/NAME`: that one to anybody, with calls of its own to count."""
+        start, _, name = self.path.rpartition("/")
+        if start == "/v1/ready":
+            many = not self.ready_rate.allows(time.monotonic())
+            busy = (HTTPStatus.TOO_MANY_REQUESTS, {"why": "too many calls"})
+            self._answer(*(busy if many else self.node.ready(name)))
+        elif self._may():
             self._answer(*(self.node.state() if self.path == "/v1/state" else _nothing()))
 
     def do_POST(self) -> None:
@@ -275,7 +295,12 @@ def serve(settings: Mapping[str, Any], file: Path) -> Server:
     handler = type(
         "BoundHandler",
         (Handler,),
-        {"node": Node(settings, Leases(file)), "allowed": allowed(settings), "rate": Rate(CALLS_A_SECOND)},
+        {
+            "node": Node(settings, Leases(file)),
+            "allowed": allowed(settings),
+            "rate": Rate(CALLS_A_SECOND),
+            "ready_rate": Rate(READY_CALLS_A_SECOND),
+        },
     )
     made: Server = kind((address, int(settings["port"])), handler)
     return made

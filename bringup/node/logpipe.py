@@ -1,5 +1,4 @@
-"""`logpipe.py NAME FOLDER`: one service's log, from a FIFO into files cut by size and age, compressed,
-keeping N.
+"""`logpipe.py FOLDER`: one service's log, from a FIFO into files cut by size and age, compressed, keeping N.
 
 The writer never reopens anything and never knows. Bytes go FIFO -> newest file in order, and a file is only
 changed for the next between two lines, so no line is lost, doubled or torn by a rotation:
@@ -9,7 +8,8 @@ changed for the next between two lines, so no line is lost, doubled or torn by a
 
 HUP rotates now, TERM writes out what is held and ends. The FIFO comes as file descriptor 3 from the socket
 unit, which keeps it open while this program restarts. When the disk is full, lines are counted and dropped,
-and the count is written as soon as there is room: an engine must never hang on its log.
+and the count is written as soon as there is room: an engine must never hang on its log. So are lines above
+`--lines-per-s`, when one is given. `--journal` instead of a folder writes to standard output, the journal.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ LONGEST_LINE = 1 << 20
 PARTIAL_S = 1.0
 """How long the beginning of a line is held back (so that a secret is not torn) before it is written as it is.
 """
+
+BURST_S = 30.0
+"""So many seconds' worth of lines may come at once before the limit of lines a second cuts."""
 
 COMPRESS_WAIT_S = 20.0
 FILE_MODE = 0o640
@@ -224,6 +227,60 @@ class Log:
             self.work.join(wait_s)
 
 
+class Journal:
+    """Standard output as a log: systemd's journal keeps, cuts and drops it (a journal of the service's own)."""
+
+    def __init__(self, handle: int = 1) -> None:
+        self.handle = handle
+
+    def write(self, data: bytes) -> None:
+        """Write lines. Raises OSError when the journal is gone: then this program is started again, with a new one."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.handle, view) :]
+
+    def rotate(self) -> bool:
+        """Not our matter."""
+        return True
+
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def close(self, wait_s: float = COMPRESS_WAIT_S) -> None:
+        """Nothing is held back."""
+
+
+class Limit:
+    """At most so many lines a second, a burst of BURST_S seconds' worth, the rest counted and dropped; 0: all."""
+
+    def __init__(self, lines_per_s: int, now: float) -> None:
+        self.rate, self.at, self.room, self.dropped = lines_per_s, now, lines_per_s * BURST_S, 0
+
+    def pass_(self, data: bytes, now: float) -> bytes:
+        """Those of these lines that may be written, after a line that says how many were dropped before."""
+        if not self.rate:
+            return data
+        self.room = min(self.rate * BURST_S, self.room + (now - self.at) * self.rate)
+        self.at = now
+        lines = data.splitlines(keepends=True)
+        fitting = min(len(lines), int(self.room))
+        said = self._said() if fitting else b""
+        self.room -= fitting
+        self.dropped += len(lines) - fitting
+        return said + b"".join(lines[:fitting])
+
+    def _said(self) -> bytes:
+        if not self.dropped:
+            return b""
+        count, self.dropped = self.dropped, 0
+        return f"bringup: {count} lines were dropped, more than {self.rate} a second came\n".encode()
+
+    def rest(self) -> bytes:
+        """What is still to be said when a flood has ended and nothing more comes."""
+        return self._said()
+
+
 def last_byte(path: Path) -> bytes:
     """The last byte of a file that is not empty."""
     with path.open("rb") as file:
@@ -264,10 +321,18 @@ class Asked:
 
 
 class Pump:
-    """Reads a FIFO for ever and hands whole lines to a Log."""
+    """Reads a FIFO for ever and hands whole lines to a log."""
 
-    def __init__(self, source: int, log: Log, secrets: Iterable[bytes], asked: Asked) -> None:
+    def __init__(
+        self,
+        source: int,
+        log: Log | Journal,
+        secrets: Iterable[bytes],
+        asked: Asked,
+        lines_per_s: int = 0,
+    ) -> None:
         self.source, self.log, self.secrets, self.asked = source, log, tuple(secrets), asked
+        self.limit = Limit(lines_per_s, time.monotonic())
         self.rest = b""
         self.since = 0.0
 
@@ -281,13 +346,16 @@ class Pump:
             end = len(data)
         if end:
             self.since = time.monotonic()
-            self.log.write(redact(data[:end], self.secrets))
+            self._write(data[:end])
         self.rest = data[end:]
+
+    def _write(self, data: bytes) -> None:
+        self.log.write(self.limit.pass_(redact(data, self.secrets), time.monotonic()))
 
     def flush(self) -> None:
         """Write the unfinished line as it is."""
         if self.rest:
-            self.log.write(redact(self.rest, self.secrets))
+            self._write(self.rest)
             self.rest = b""
 
     def step(self, wait_s: float) -> bool:
@@ -322,11 +390,13 @@ class Pump:
     def run(self) -> None:
         """Until TERM; then what is in the FIFO at that moment is written too."""
         while not self.asked.stop:
-            self.step(PARTIAL_S)
+            if not self.step(PARTIAL_S) and not self.rest:
+                self.log.write(self.limit.rest())
             self.between()
         while self.step(0.0):
             pass
         self.flush()
+        self.log.write(self.limit.rest())
         self.log.close()
 
 
@@ -354,19 +424,24 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="logpipe.py", description="a service's log from a FIFO into rotated files"
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--journal", action="store_true", help="write to standard output instead")
     parser.add_argument("--fifo", help="read this FIFO instead of file descriptor 3")
-    parser.add_argument("--size-bytes", type=int, required=True)
-    parser.add_argument("--age-s", type=float, required=True)
-    parser.add_argument("--keep", type=int, required=True)
+    parser.add_argument("--size-bytes", type=int, default=64 << 20)
+    parser.add_argument("--age-s", type=float, default=86_400)
+    parser.add_argument("--keep", type=int, default=14)
+    parser.add_argument("--lines-per-s", type=int, default=0, help="lines above it are dropped; 0: none are")
     options = parser.parse_args(words)
+    if bool(options.folder) == options.journal:
+        parser.error("needs a folder or --journal")
     os.umask(0o027)
     asked = Asked()
     try:
-        log = Log(options.folder, options.size_bytes, options.age_s, options.keep)
-        pump = Pump(
-            open_source(options.fifo), log, secrets_of(os.environ.get("CREDENTIALS_DIRECTORY")), asked
-        )
+        log: Log | Journal = Journal()
+        if options.folder:
+            log = Log(options.folder, options.size_bytes, options.age_s, options.keep)
+        secrets = secrets_of(os.environ.get("CREDENTIALS_DIRECTORY"))
+        pump = Pump(open_source(options.fifo), log, secrets, asked, options.lines_per_s)
     except OSError as error:
         print(f"bringup: the log cannot be written: {error}", file=sys.stderr)
         return 1

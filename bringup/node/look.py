@@ -71,6 +71,7 @@ def status(name: str, limit_s: float) -> dict[str, Any]:
         last_restart=_last_start(unit),
         next_restart=_moment(times["NextElapseUSecRealtime"]),
         log_bytes=log_bytes(name),
+        restart=restart_of(name),
     )
     if row["state"] != "active":
         return {**row, "why": f"the unit is {row['state']} ({unit['SubState']}, {unit['Result']})"}
@@ -136,8 +137,16 @@ def evidence(name: str, lines: int) -> dict[str, Any]:
     window = ["--since", since.replace("T", " ").rstrip("Z")] if since else ["-b"]
     shape = ["-n", str(lines), "-o", "short-iso", "--no-pager", "--quiet"]
     row["journal"] = common.run(["journalctl", "-u", unit, *window, *shape])[1].splitlines()
-    row["log"] = tail(LOGS / name / "engine.log")[-lines:]
+    row["log"] = log_lines(common.load(name), lines)
     return row
+
+
+def log_lines(service: Mapping[str, Any], lines: int) -> list[str]:
+    """The last lines of a server's log, from its files or its own journal."""
+    if service.get("log_namespace"):
+        query = [*common.journal_of(service), f"--lines={lines}", "--output=cat"]
+        return common.run(query)[1].splitlines()
+    return tail(LOGS / service["name"] / "engine.log")[-lines:]
 
 
 def _named_time(name: str) -> float:
@@ -157,6 +166,14 @@ def tail(path: Path) -> list[str]:
             return stream.read().decode(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def restart_of(name: str) -> str:
+    """What a restart of this service is waiting for now, and until when at most; empty: none is."""
+    waits = common.read_json(common.RUN / "restarting" / f"{name}.json")
+    if not waits or not (common.PROC / str(waits.get("pid"))).exists():
+        return ""
+    return f"its restart waits for {waits.get('for')} since {waits.get('since')}, at most until {waits.get('until')}"
 
 
 def log_bytes(name: str) -> int:

@@ -1,13 +1,14 @@
 """`restart.py NAME`: restart one server of a group, politely, and only while no other one of the group is
 restarting.
 
-In order: wait while it is busy (at most `postpone_s`), get the group's lease from more than half of its nodes
-and a no from none, let requests in flight end (at most `drain_s`), restart (which waits for a real token and
-warms up), ask once more, give the lease back. A restart that fails is kept: this node then says no to the
-others, so that the group stops at its first failure. It needs no controller: if one dies that has called
-this, the restart ends by itself.
+In order: wait for the hours in which it may be restarted (at most `hours_wait_s`), wait while it is busy (at most
+`postpone_s`, and not beyond those hours), get the group's lease from more than half of its nodes and a no from
+none, refuse new connections and let requests in flight end (at most `drain_s`), restart (which waits for a real
+token and warms up), ask once more, let requests in again, give the lease back. A restart that fails is kept: this
+node then says no to the others, so that the group stops at its first failure. It needs no controller: if one dies
+that has called this, the restart ends by itself. What it waits for stands in /run/bringup/restarting/NAME.json.
 
-Exit codes: 0 restarted, 4 failed, 8 refused (somebody else restarts, or nodes do not answer).
+Exit codes: 0 restarted, 4 failed, 8 refused (somebody else restarts, nodes do not answer, or not in these hours).
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup.node import common
+from bringup.node import common, drain, drift, windows
 from bringup.node.common import NoAnswer, Refusal, say
 
 SETTINGS = Path("/etc/bringup/lease.json")
 RESTARTS = Path("/var/lib/bringup/restarts")
-DRAINING = common.RUN / "draining"
+WAITING = common.RUN / "restarting"
 
 DONE, FAILED, REFUSED = 0, 4, 8
 
@@ -46,6 +48,11 @@ LEASE_POLL_S = 2.0
 MARGIN_S = 60.0
 VERIFY_TIMEOUT_S = 60.0
 HISTORY_LINES = 200
+WEEK_S = 7 * 24 * 3600.0
+HOURS_POLL_S = 30.0
+BY_ITSELF = ("schedule", drift.REASON)
+"""Reasons of restarts that nobody asks for by hand; these keep to the hours."""
+
 UNANSWERED_LIMIT_S = 60.0
 """How long nodes that do not answer are asked again before the restart is given up."""
 
@@ -175,6 +182,67 @@ class Lease:
             self.release()
 
 
+@dataclass
+class Waiting:
+    """What a restart is waiting for now, for whoever looks (`invoke status`), and what it has waited for."""
+
+    name: str
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.waits: list[dict[str, Any]] = []
+
+    @contextmanager
+    def for_(self, what: str, limit_s: float) -> Iterator[None]:
+        """Waiting for `what`, at most `limit_s`, while the block lasts."""
+        began, now = time.monotonic(), time.time()
+        data = {"for": what, "since": common.utc(now), "until": common.utc(now + limit_s), "pid": os.getpid()}
+        file = (self.folder or WAITING) / f"{self.name}.json"
+        common.write_json(file, data)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+            self.waits.append({"for": what, "seconds": round(time.monotonic() - began, 1)})
+
+
+def utc_now() -> datetime:
+    """Now, aware."""
+    return datetime.now(timezone.utc)  # noqa: UP017 (nodes have Python 3.9)
+
+
+def wait_hours(
+    service: Mapping[str, Any],
+    waiting: Waiting,
+    now: Callable[[], datetime] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait for the hours in which this server may be restarted. Raises Refusal when they are too far away."""
+    hours, never = service.get("hours") or [], service.get("never") or []
+    limit_s, clock = float(service.get("hours_wait_s", 0)), now or utc_now
+    try:
+        if windows.may(hours, never, clock()):
+            return
+        left = windows.until_may_change(hours, never, clock(), WEEK_S)
+    except ValueError as error:
+        raise Refusal("hours", f"{error}. Install tzdata on this node, or name hours in UTC") from None
+    if left is None or left > limit_s:
+        when = "not within a week" if left is None else f"in {left / 3600:.1f} h"
+        raise Refusal(
+            "hours", f"it may be restarted {when}, and waits at most {limit_s / 3600:.1f} h for that"
+        )
+    say(f"it may be restarted in {left:.0f} s, and waits until then")
+    with waiting.for_("the hours in which it may be restarted", left):
+        while not windows.may(hours, never, clock()):
+            pause(HOURS_POLL_S)
+
+
+def hours_left(service: Mapping[str, Any], now: datetime) -> float:
+    """Seconds until this server may no longer be restarted; a week when that is not sooner."""
+    hours, never = service.get("hours") or [], service.get("never") or []
+    return windows.until_may_change(hours, never, now, WEEK_S) or WEEK_S
+
+
 def wait_idle(
     service: Mapping[str, Any], limit_s: float, key: str | None, look: Callable[..., int] = common.in_flight
 ) -> int:
@@ -221,23 +289,35 @@ def verify(service: Mapping[str, Any], key: str | None) -> dict[str, Any]:
     return kept
 
 
+def longest_s(service: Mapping[str, Any]) -> float:
+    """Seconds that drain, stop, start and warm-up may take together."""
+    start = 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"])
+    return start + float(service["drain_s"])
+
+
 @contextmanager
-def draining(name: str) -> Iterator[None]:
-    """A mark that gateways may look at (`/v1/state` of the lease listener shows it)."""
-    mark = DRAINING / name
-    DRAINING.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+def draining(service: Mapping[str, Any]) -> Iterator[str]:
+    """No new requests for as long as the block lasts; gives why new connections are not refused, or "".
+
+    A server that somebody has taken out of rotation before stays out of it.
+    """
+    name = str(service["name"])
+    before = bool(drain.marked([name]))
+    refused = drain.mark(service, None if before else longest_s(service) + MARGIN_S)
     try:
-        yield
+        yield refused
     finally:
-        mark.unlink(missing_ok=True)
+        if not before:
+            drain.put_back([name])
 
 
 def keep(service: Mapping[str, Any], result: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """Keep the last restart's record, and a short history beside it; the record."""
+    """Keep the last restart's record (not of one that was refused), and a short history beside it; the record."""
     record = {"schema_version": 1, "service": service["name"], "at": common.utc(), "reason": reason, **result}
-    common.write_json(RESTARTS / f"{service['unit']}.json", record)
+    if record["outcome"] != "refused":
+        common.write_json(RESTARTS / f"{service['unit']}.json", record)
     history = RESTARTS / f"{service['unit']}.history.jsonl"
+    history.parent.mkdir(parents=True, exist_ok=True)
     try:
         rows = history.read_text(encoding="utf-8").splitlines()[-HISTORY_LINES + 1 :]
     except OSError:
@@ -248,26 +328,30 @@ def keep(service: Mapping[str, Any], result: Mapping[str, Any], reason: str) -> 
 
 def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The whole restart; its record (outcome "done" or "failed"). Raises Refusal when nothing was done."""
-    key, began = common.key_of(service), time.monotonic()
+    key, began, waiting = common.key_of(service), time.monotonic(), Waiting(str(service["name"]))
     settings, group = settings_of(service["name"])
     state = common.unit_state(f"{service['unit']}.service", ("ActiveState",))["ActiveState"]
-    postponed = 0.0
-    if state == "active" and not options.now:
-        busy = wait_idle(service, float(service["postpone_s"]), key)
-        postponed = time.monotonic() - began
-        if busy:
-            say(f"still {busy} requests after {postponed:.0f} s: it is restarted all the same")
-    with lease(settings, group, service, options):
-        result: dict[str, Any] = {"postponed_s": round(postponed, 1)}
+    left_s = WEEK_S
+    if not options.now:
+        wait_hours(service, waiting)
+        left_s = hours_left(service, utc_now())
+        if state == "active":
+            _postpone(service, waiting, key, left_s)
+    postponed = time.monotonic() - began
+    with lease(settings, group, service, options, waiting, left_s - postponed):
+        result: dict[str, Any] = {"postponed_s": round(postponed, 1), "waits": waiting.waits}
         try:
-            with draining(service["name"]):
-                cut = wait_idle(service, float(service["drain_s"]), key) if state == "active" else 0
+            with draining(service) as open_because:
+                if open_because:
+                    say(f"new connections are not refused meanwhile: {open_because}")
+                with waiting.for_("requests in flight", float(service["drain_s"])):
+                    cut = wait_idle(service, float(service["drain_s"]), key) if state == "active" else 0
                 if cut:
                     say(f"{cut} requests did not end within {service['drain_s']} s and are cut off")
                 restart_unit(service)
-            kept = verify(service, key)
+                kept = verify(service, key)
             start = {name: kept.get(name) for name in ("seconds", "phases", "answer", "model", "address")}
-            result.update(outcome="done", why="", cut_requests=cut, start=start)
+            result.update(outcome="done", why="", cut_requests=cut, refused_new=not open_because, start=start)
         except NoAnswer as error:
             result.update(outcome="failed", why=str(error))
         result["seconds"] = round(time.monotonic() - began, 1)
@@ -275,19 +359,34 @@ def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str
         return keep(service, result, options.reason)
 
 
+def _postpone(service: Mapping[str, Any], waiting: Waiting, key: str | None, left_s: float) -> None:
+    """Wait for a quiet moment: at most `postpone_s`, and so that the drain still ends within the hours."""
+    limit_s = min(float(service["postpone_s"]), max(0.0, left_s - float(service["drain_s"])))
+    with waiting.for_("a quiet moment", limit_s):
+        busy = wait_idle(service, limit_s, key)
+    if busy:
+        say(f"still {busy} requests after {limit_s:.0f} s: it is restarted all the same")
+
+
 @contextmanager
 def lease(
-    settings: Mapping[str, Any], group: str | None, service: Mapping[str, Any], options: argparse.Namespace
+    settings: Mapping[str, Any],
+    group: str | None,
+    service: Mapping[str, Any],
+    options: argparse.Namespace,
+    waiting: Waiting,
+    left_s: float,
 ) -> Iterator[None]:
-    """The group's lease, held and renewed; nothing for a server that is alone, or when told so."""
+    """The group's lease, held and renewed; nothing for a server that is alone, or when told so. `left_s`: when
+    its hours are over nobody waits any more.
+    """
     if group is None or options.alone:
         yield
         return
-    longest = (
-        2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + float(service["drain_s"])
-    )
-    held = Lease(settings, group, longest + MARGIN_S)
-    held.take(options.wait_s if options.wait_s is not None else float(service["postpone_s"]), options.led)
+    held = Lease(settings, group, longest_s(service) + MARGIN_S)
+    wait_s = options.wait_s if options.wait_s is not None else float(service["postpone_s"])
+    with waiting.for_("the other nodes of its group", max(0.0, min(wait_s, left_s))):
+        held.take(max(0.0, min(wait_s, left_s)), options.led)
     with held.kept():
         yield
 
@@ -307,12 +406,17 @@ def only_one(name: str) -> Iterator[None]:
 def run(options: argparse.Namespace) -> int:
     """One restart from the command line; its outcome is said, and is the exit code."""
     record: dict[str, Any]
+    service: dict[str, Any] = {}
     try:
         service = common.load(options.name)
+        if options.drift:
+            options.reason = _drift_reason(options.name)
         with only_one(options.name):
             record = restart(service, options)
     except Refusal as refusal:
         record = {"schema_version": 1, "service": options.name, "outcome": "refused", "why": str(refusal)}
+        if service and options.reason.startswith(BY_ITSELF):
+            record = keep(service, record, options.reason)
     if record["outcome"] == "done":
         say(f"restarted {options.name} in {record['seconds']} s")
     elif record["outcome"] == "refused":
@@ -322,6 +426,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(record))
     return {"done": DONE, "refused": REFUSED}.get(record["outcome"], FAILED)
+
+
+def _drift_reason(name: str) -> str:
+    try:
+        return drift.requested(drift.folder_of(name))
+    except ValueError as error:
+        raise Refusal("no-drift", str(error)) from None
 
 
 def main(words: list[str]) -> int:
@@ -340,6 +451,7 @@ def main(words: list[str]) -> int:
         "--wait-s", type=float, help="seconds to wait for another node's restart (default: postpone_s)"
     )
     parser.add_argument("--reason", default="schedule")
+    parser.add_argument("--drift", action="store_true", help="the watchdog has asked for it, and says why")
     parser.add_argument("--json", action="store_true", help="print the record")
 
     def on_term(number: int, frame: FrameType | None) -> None:

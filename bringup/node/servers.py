@@ -176,14 +176,17 @@ def retire(service: Mapping[str, Any]) -> None:
     Raises ServersFailed when it does not stop.
     """
     name, unit = service["name"], service["unit"]
-    units = [f"bringup-restart-{name}.timer", f"bringup-watch-{name}.service", f"{unit}.service"]
-    units += [f"bringup-log-{name}.service", f"bringup-log-{name}.socket"]
+    units = [f"bringup-restart-{name}.timer", f"bringup-drift-{name}.path", f"bringup-watch-{name}.service"]
+    units += [f"{unit}.service", f"bringup-log-{name}.service", f"bringup-log-{name}.socket"]
     there = [one for one in units if (UNITS / one).exists()]
     code, _, err = run(["systemctl", "disable", "--now", *there], longest(service)) if there else (0, "", "")
     if code != 0:
         raise ServersFailed(f"{name} is planned no more and does not stop: {err.strip()}")
     for path in (
-        *(UNITS / one for one in (*there, f"bringup-restart-{name}.service")),
+        *(
+            UNITS / f"{one}"
+            for one in (*there, f"bringup-restart-{name}.service", f"bringup-drift-{name}.service")
+        ),
         SERVICES / f"{name}.env",
     ):
         path.unlink(missing_ok=True)

@@ -73,18 +73,18 @@ def _end(file: Path) -> bytes:
         return opened.read()
 
 
-def journal(unit: str, invocation: str) -> list[str]:
-    """The last lines of this start from the journal."""
-    query = [
-        "journalctl",
-        f"--unit={unit}.service",
-        f"--lines={LINES}",
-        "--output=short-iso",
-        "--no-pager",
-        "--quiet",
-    ]
-    _, out, _ = common.run([*query, f"_SYSTEMD_INVOCATION_ID={invocation}"])
-    return out.splitlines()
+def journal(service: Mapping[str, Any]) -> list[str]:
+    """The last lines of a server that logs to a journal of its own."""
+    settle_s = time.monotonic() + SETTLE_S
+    lines: list[str] = []
+    while True:
+        common.run([*common.journal_of(service), "--sync"])
+        query = [*common.journal_of(service), f"--lines={LINES}", "--output=short-iso"]
+        found = common.run(query)[1].splitlines()
+        if found == lines or time.monotonic() >= settle_s:
+            return found
+        lines = found
+        time.sleep(SETTLE_POLL_S)
 
 
 def keep(service: Mapping[str, Any], environment: Mapping[str, str], folder: Path | None = None) -> Path:
@@ -96,7 +96,7 @@ def keep(service: Mapping[str, Any], environment: Mapping[str, str], folder: Pat
         settle(Path(service["log_path"]))
         lines = tail(Path(service["log_path"]))
     else:
-        lines = journal(service["unit"], environment.get("INVOCATION_ID", ""))
+        lines = journal(service)
     how = f"{environment.get('EXIT_CODE', '?')} {environment.get('EXIT_STATUS', '?')}"
     head = f"# {service['unit']} ended at {common.utc()}: {environment.get('SERVICE_RESULT', '?')}, {how}"
     path = (

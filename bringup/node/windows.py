@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, timezone, tzinfo
 from zoneinfo import ZoneInfo
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -46,7 +46,9 @@ def parse(text: str) -> Window:
     if not found:
         raise ValueError(f'"{text}" is no range such as "Mon..Fri 09:00-17:00 Europe/Berlin"')
     try:
-        zone = ZoneInfo(found["zone"] or "UTC")
+        # A small node may have no data of time zones; UTC needs none.
+        bare = found["zone"] in (None, "UTC")
+        zone = timezone.utc if bare else ZoneInfo(found["zone"])  # noqa: UP017 (nodes have Python 3.9)
     except (KeyError, ValueError, OSError):
         raise ValueError(f'"{found["zone"]}" is no time zone, such as UTC or Europe/Berlin') from None
     return Window(_days(found["days"] or "Mon..Sun"), _minute(found["begin"]), _minute(found["end"]), zone)
@@ -73,6 +75,26 @@ def until_change(texts: Iterable[str], now: datetime) -> float | None:
         moment = start + timedelta(minutes=step)
         if windows and any(window.is_open(moment) for window in windows) != before:
             return (moment - now).total_seconds()
+    return None
+
+
+def may(hours: Iterable[str], never: Iterable[str], now: datetime) -> bool:
+    """Is this moment in one of `hours` (without any: always) and in none of `never`?"""
+    shut = list(never)
+    return is_open(hours, now) and not (shut and is_open(shut, now))
+
+
+def until_may_change(
+    hours: Iterable[str], never: Iterable[str], now: datetime, limit_s: float
+) -> float | None:
+    """Seconds until `may` becomes another; None when that is not within `limit_s` (a week at most)."""
+    allowed, shut = list(hours), list(never)
+    start, before = now.replace(second=0, microsecond=0), may(allowed, shut, now)
+    for step in range(1, min(7 * MINUTES, int(limit_s // 60) + 1) + 1):
+        moment = start + timedelta(minutes=step)
+        if may(allowed, shut, moment) != before:
+            seconds = (moment - now).total_seconds()
+            return seconds if seconds <= limit_s else None
     return None
 
 

@@ -10,7 +10,7 @@ from bringup import systemd
 from bringup.planned import HostPlan, Plan, Service
 from bringup.rolevars import entries
 
-PROGRAMS = ("common", "serve", "gate", "trail", "watch", "leftovers", "llama_serve")
+PROGRAMS = ("common", "serve", "gate", "trail", "watch", "drift", "leftovers", "llama_serve")
 """Programs in /opt/bringup/lib that servers need; `llama_serve` is an engine that comes as a library."""
 
 READY_STAMP = ".bringup/ready.json"
@@ -56,8 +56,6 @@ def _files(service: Service, host: HostPlan) -> list[dict[str, Any]]:
 
 def _log_units(service: Service) -> dict[str, str]:
     """The units of the service's log, which role `log_rotation` brings."""
-    if systemd.log_file(service) is None:
-        return {}
     name = systemd.log_unit(service)
     return {
         f"{name}.socket": systemd.log_socket_text(service),
@@ -121,8 +119,14 @@ def description(service: Service, host: HostPlan) -> dict[str, Any]:
         "postpone_s": service.restart.postpone_s,
         "watch_every_s": systemd.WATCH_EVERY_S,
         "prefill_s": systemd.PREFILL_S,
+        "stall_s": systemd.STALL_S,
+        "hours": list(service.restart.hours),
+        "never": list(service.restart.never),
+        "hours_wait_s": service.restart.hours_wait_s,
+        "drift": asdict(service.restart.drift) if service.restart.drift.watched else {},
         "key_file": systemd.key_file(service),
         "log_path": systemd.log_file(service),
+        "log_namespace": systemd.log_namespace(service),
         "log_markers": dict(service.log_markers),
         "metrics_names": dict(service.metrics_names),
         "context_tokens": service.context_tokens,
@@ -146,7 +150,7 @@ def _row(service: Service, host: HostPlan) -> dict[str, Any]:
 def _units(service: Service) -> list[dict[str, Any]]:
     """Server and watchdog; servers are started by module `engine_servers`, which waits for their tokens."""
     name = f"{systemd.watch_unit(service)}.service"
-    programs = [str(systemd.LIBRARY / f"{program}.py") for program in ("watch", "common")]
+    programs = [str(systemd.LIBRARY / f"{program}.py") for program in ("watch", "drift", "common")]
     settings = str(systemd.SERVICES / f"{service.name}.json")
     return [
         {"name": f"{service.unit}.service", "enabled": True, "started": None, "restart_on": []},

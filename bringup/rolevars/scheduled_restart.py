@@ -10,7 +10,7 @@ from bringup.errors import Problem, UsageError
 from bringup.planned import HostPlan, Plan, Service
 from bringup.rolevars import entries
 
-PROGRAMS = ("common", "restart", "lease")
+PROGRAMS = ("common", "restart", "lease", "drain", "drift", "windows")
 LEASE_UNIT = "bringup-lease.service"
 MARGIN_S = 600
 
@@ -50,27 +50,36 @@ def group_of(service: Service, plan: Plan) -> list[str]:
 
 
 def longest_s(service: Service) -> int:
-    """All that a restart may take: postponing, waiting for the lease, draining, stopping, starting and
-    warming up.
+    """All that a restart may take: waiting for its hours, postponing, waiting for the lease, draining,
+    stopping, starting and warming up.
     """
     restart = service.restart
     start = 2 * service.start_timeout_s + systemd.GATE_MARGIN_S + service.stop_timeout_s
-    return 2 * restart.postpone_s + restart.drain_s + start + MARGIN_S
+    hours = restart.hours_wait_s if restart.hours or restart.never else 0
+    return hours + 2 * restart.postpone_s + restart.drain_s + start + MARGIN_S
 
 
 def _files(service: Service) -> list[dict[str, Any]]:
-    name = systemd.restart_unit(service)
-    found = [entries.unit(f"{name}.service", systemd.restart_unit_text(service, longest_s(service)))]
+    name, drift = systemd.restart_unit(service), systemd.drift_unit(service)
+    longest = longest_s(service)
+    found = [entries.unit(f"{name}.service", systemd.restart_unit_text(service, longest))]
     if service.restart.calendar:
         found.append(entries.unit(f"{name}.timer", systemd.restart_timer_text(service)))
+    if service.restart.drift.watched:
+        text = systemd.restart_unit_text(service, longest, "--drift")
+        found.append(entries.unit(f"{drift}.service", text))
+        beside = {f"{drift}.service": text}
+        found.append(entries.unit(f"{drift}.path", systemd.drift_path_text(service), beside))
     return found
 
 
 def _units(service: Service) -> list[dict[str, Any]]:
-    if not service.restart.calendar:
-        return []
-    name = f"{systemd.restart_unit(service)}.timer"
-    return [{"name": name, "enabled": True, "started": True, "restart_on": [systemd.unit_file(name)]}]
+    names = [f"{systemd.restart_unit(service)}.timer"] if service.restart.calendar else []
+    names += [f"{systemd.drift_unit(service)}.path"] if service.restart.drift.watched else []
+    return [
+        {"name": name, "enabled": True, "started": True, "restart_on": [systemd.unit_file(name)]}
+        for name in names
+    ]
 
 
 def _lease_unit() -> dict[str, Any]:

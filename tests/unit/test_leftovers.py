@@ -160,6 +160,15 @@ def test_a_long_prefill_is_waited_for_but_not_without_end() -> None:
     assert said.index(True) == 30, "900 s after the first look"
 
 
+def test_a_hang_with_others_in_flight_is_noticed_sooner_where_a_prefill_moves_a_counter() -> None:
+    still = [{**FROZEN, "kv_usage": 0.4}] * 40
+    assert looks("slow", still, stall_s=300).index(True) == 10, "300 s after the first look"
+    reads = [{**FROZEN, "steps_total": float(number)} for number in range(40)]
+    assert looks("slow", reads, stall_s=300) == [False] * 40, "a prefill that goes on is no hang"
+    stops = [*reads[:20], *[reads[19]] * 20]
+    assert looks("slow", stops, stall_s=300).index(True) == 29, "300 s after its last batch"
+
+
 def test_one_good_answer_forgets_all_failures() -> None:
     seen = watch.Watch(failures=2)
     said = [bool(seen.judge(why, None, float(now))) for now, why in enumerate(["x", "", "x", "x"], 1)]

@@ -252,3 +252,68 @@ def test_a_secret_that_comes_in_two_pieces_is_hidden_too(tmp_path: Path, asked: 
     pump.take(b"retvalue\n")
     log.close()
     assert (tmp_path / "engine.log").read_bytes() == b"key=[secret]\n"
+
+
+# ---------------------------------------------------------------- how much is logged
+
+
+def numbered(first: int, count: int) -> bytes:
+    return b"".join(f"line {number}\n".encode() for number in range(first, first + count))
+
+
+def test_lines_above_the_limit_are_counted_and_the_count_is_written() -> None:
+    limit = logpipe.Limit(10, now=0.0)
+    burst = int(10 * logpipe.BURST_S)
+    assert limit.pass_(numbered(0, burst), 0.0) == numbered(0, burst), "a burst is no flood"
+    assert limit.pass_(numbered(0, 50), 0.0) == b""
+    said = b"bringup: 50 lines were dropped, more than 10 a second came\n"
+    assert limit.pass_(numbered(7, 3), 1.0) == said + numbered(7, 3)
+    assert limit.pass_(numbered(0, 9), 1.2) == numbered(0, 9)
+    assert limit.rest() == b""
+
+
+def test_without_a_limit_every_line_is_written() -> None:
+    limit = logpipe.Limit(0, now=0.0)
+    many = numbered(0, 100_000)
+    assert limit.pass_(many, 0.0) == many
+
+
+def test_a_flood_that_ends_is_said_although_nothing_more_comes(tmp_path: Path) -> None:
+    running = Pipe(tmp_path, **{"lines-per-s": 1})
+    try:
+        os.set_blocking(running.held, True)
+        os.write(running.held, numbered(0, 1000))
+
+        def counted() -> int:
+            lines = running.lines()
+            dropped = sum(int(line.split()[1]) for line in lines if "were dropped" in line)
+            return dropped + sum(line.startswith("line ") for line in lines)
+
+        wait_for(lambda: counted() == 1000)
+        assert any("lines were dropped, more than 1 a second came" in line for line in running.lines())
+    finally:
+        running.process.kill()
+        running.process.wait()
+        os.close(running.held)
+
+
+def test_in_journal_mode_lines_go_to_standard_output_without_secrets(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "credentials").mkdir()
+    (tmp_path / "credentials" / "api_key").write_text("canary-0123456789\n")
+    command = [sys.executable, str(PROGRAM), "--journal", f"--fifo={fifo}"]
+    environment = {**os.environ, "CREDENTIALS_DIRECTORY": str(tmp_path / "credentials")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as program:
+        assert program.stdout is not None
+        with fifo.open("wb") as writer:
+            writer.write(b"api_key='canary-0123456789'\n")
+        first = program.stdout.readline()
+        program.terminate()
+    assert first == b"api_key='[secret]'\n"
+
+
+@pytest.mark.parametrize("words", [["--journal", "/x"], []])
+def test_it_writes_to_one_place(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        logpipe.main(words)

@@ -123,6 +123,46 @@ def test_logs_are_cut_as_the_service_says_else_the_node_else_the_default() -> No
     assert (made.size_bytes, made.age_s, made.keep) == (2**20, 86_400, 3)
 
 
+def test_an_engine_is_told_how_much_to_log_in_its_own_words() -> None:
+    words = first({**WORDS, "logs": {"level": "warning"}})
+    assert words.argv[words.argv.index("--verbosity") + 1] == "2"
+    own = first({**WORDS, "logs": {"level": "warning"}, "flags": {"--verbosity": 5}})
+    assert own.argv[own.argv.index("--verbosity") + 1] == "5", "a flag that the service sets wins"
+    old = first({"name": "glm", "profile": "h20-141gb-glm-5.2-fp8-vllm", "port": 8000}, platform="h20-141gb")
+    assert not any("LOG" in name and "LEVEL" in name for name in old.environment)
+    tuned = first({**TUNED, "logs": {"level": "error", "lines_per_s": 200}}, platform="h20-141gb")
+    assert tuned.argv[tuned.argv.index("--log-level") + 1] == "error"
+    assert tuned.logs.lines_per_s == 200
+
+
+def test_hours_and_signs_of_drift_come_key_by_key() -> None:
+    service = first(
+        {**WORDS, "restart": {"drift": {"memory_ratio": 1.5}, "never": ["Mon..Fri 08:00-20:00"]}},
+        node_quiet_hours={"hours": ["01:00-05:00"], "calendar": "02:00", "hours_wait_s": 3600},
+    )
+    assert service.restart.hours == ("01:00-05:00",)
+    assert service.restart.never == ("Mon..Fri 08:00-20:00",)
+    assert (service.restart.calendar, service.restart.hours_wait_s) == ("02:00", 3600)
+    assert (service.restart.drift.memory_ratio, service.restart.drift.for_s) == (1.5, 600)
+    assert not first(WORDS).restart.drift.watched
+
+
+def test_two_services_share_a_node_and_no_gpu_port_cpu_or_user_folder_of_it() -> None:
+    """GH200: one model on both GPUs, and a planner on the CPU of one Grace."""
+    host = resolved(
+        {"name": "glm", "profile": "gh200-2x-glm-5.2-awq-int4-fp8-mtp-vllm", "port": 8000},
+        {"name": "planner", "profile": "gh200-2x-glm-5.2-ud-iq2-xxs-llama-server", "port": 8001},
+        platform="gh200-2x",
+    ).hosts[0]
+    glm, planner = host.services
+    assert (glm.gpus, planner.gpus) == ((0, 1), ())
+    assert (glm.port, planner.port) == (8000, 8001)
+    assert planner.placement.memory_nodes, "the planner stays on one Grace"
+    assert planner.placement.cpus
+    assert glm.unit != planner.unit
+    assert set(glm.writable).isdisjoint(planner.writable)
+
+
 def test_a_key_opens_the_address_and_never_reaches_the_command_line() -> None:
     service = first({**WORDS, "bind": "0.0.0.0", "api_key": "vault_words"})
     assert service.api_key == ApiKey("vault_words", "file_flag", "--api-key-file")

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bringup.node import common, lease, restart
+from bringup.node import common, drain, drift, lease, restart
 from bringup.node.common import Refusal
 
 GROUP = "lab/words"
@@ -182,6 +184,7 @@ def test_only_peers_may_call_when_all_peers_are_addresses() -> None:
 SERVICE = {
     "name": "words",
     "unit": "bringup-words",
+    "port": 8000,
     "postpone_s": 1,
     "drain_s": 0.3,
     "start_timeout_s": 1,
@@ -201,7 +204,14 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """One node without a group: what it does is noted instead of done."""
     seen: dict[str, Any] = {"log": [], "fails": ""}
     monkeypatch.setattr(restart, "RESTARTS", tmp_path / "restarts")
-    monkeypatch.setattr(restart, "DRAINING", tmp_path / "draining")
+    monkeypatch.setattr(drain, "MARKS", tmp_path / "draining")
+    monkeypatch.setattr(restart, "WAITING", tmp_path / "waiting")
+    monkeypatch.setattr(
+        drain,
+        "refuse_new",
+        lambda name, port, limit: seen["log"].append(f"refuse {port} for {limit:g}") or "",
+    )
+    monkeypatch.setattr(drain, "take_new", lambda name: seen["log"].append("take"))
     monkeypatch.setattr(restart, "SETTINGS", tmp_path / "none.json")
     monkeypatch.setattr(common, "RUN", tmp_path / "run")
     monkeypatch.setattr(common, "load", lambda name: dict(SERVICE))
@@ -234,6 +244,7 @@ def options(**changes: Any) -> argparse.Namespace:
             "wait_s": None,
             "reason": "test",
             "json": False,
+            "drift": False,
             **changes,
         }
     )
@@ -241,15 +252,17 @@ def options(**changes: Any) -> argparse.Namespace:
 
 def test_a_restart_waits_drains_restarts_and_verifies_in_this_order(node: dict[str, Any]) -> None:
     assert restart.run(options()) == restart.DONE
-    assert node["log"] == ["idle 1.0", "idle 0.3", "restart", "verify"]
+    assert node["log"] == ["idle 1.0", "refuse 8000 for 63.3", "idle 0.3", "restart", "verify", "take"]
     kept = json.loads((node["folder"] / "restarts" / "bringup-words.json").read_text())
     assert (kept["outcome"], kept["reason"], kept["start"]["seconds"]) == ("done", "test", 1.5)
+    assert [one["for"] for one in kept["waits"]] == ["a quiet moment", "requests in flight"]
+    assert kept["refused_new"] is True
     assert not (node["folder"] / "draining" / "words").exists()
 
 
 def test_a_restart_by_hand_does_not_wait_for_a_quiet_moment_but_drains(node: dict[str, Any]) -> None:
     assert restart.run(options(now=True)) == restart.DONE
-    assert node["log"] == ["idle 0.3", "restart", "verify"]
+    assert node["log"] == ["refuse 8000 for 63.3", "idle 0.3", "restart", "verify", "take"]
 
 
 def test_a_failed_restart_is_kept_with_its_reason_and_the_mark_goes(
@@ -286,3 +299,140 @@ def test_the_history_of_restarts_is_short(node: dict[str, Any], monkeypatch: pyt
         restart.run(options())
     rows = (node["folder"] / "restarts" / "bringup-words.history.jsonl").read_text().splitlines()
     assert len(rows) == 3
+
+
+# ---------------------------------------------------------------- a node that somebody has drained, hours, drift
+
+
+def test_a_server_that_was_out_of_rotation_stays_out_of_it(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def refuse(name: str, port: int, limit: float | None) -> str:
+        limits.append(limit)
+        return ""
+
+    monkeypatch.setattr(drain, "refuse_new", refuse)
+    mark = node["folder"] / "draining" / "words"
+    mark.parent.mkdir()
+    mark.touch()
+    assert restart.run(options(now=True)) == restart.DONE
+    assert mark.exists()
+    assert limits == [None], "nothing ends by itself what somebody has begun by hand"
+    assert "take" not in node["log"]
+
+
+def test_a_node_without_a_packet_filter_restarts_all_the_same_and_says_so(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drain, "refuse_new", lambda name, port, limit: drain.NO_NFT)
+    assert restart.run(options(now=True, json=True)) == restart.DONE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["refused_new"] is False
+    assert "new connections are not refused meanwhile: nft is not installed" in printed.err
+
+
+NOON = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
+NIGHT = "02:00-05:00"
+
+
+def hours(now: datetime, **changes: Any) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds that a restart waits for its hours by a clock that only waiting moves, and what it waited for."""
+    clock = [now]
+
+    def pause(seconds: float) -> None:
+        clock[0] += timedelta(seconds=seconds)
+
+    waiting = restart.Waiting("words")
+    restart.wait_hours({**SERVICE, **changes}, waiting, now=lambda: clock[0], pause=pause)
+    return (clock[0] - now).total_seconds(), waiting.waits
+
+
+def test_a_restart_waits_for_its_hours_and_not_longer_than_its_bound(node: dict[str, Any]) -> None:
+    assert hours(NOON) == (0.0, [])
+    assert hours(NOON, hours=["11:00-13:00"]) == (0.0, [])
+    waited, waits = hours(NOON, hours=[NIGHT], hours_wait_s=15 * 3600)
+    assert waited == 14 * 3600
+    assert [one["for"] for one in waits] == ["the hours in which it may be restarted"]
+    with pytest.raises(Refusal, match=r"it may be restarted in 14\.0 h, and waits at most 12\.0 h"):
+        hours(NOON, hours=[NIGHT], hours_wait_s=12 * 3600)
+
+
+def test_hours_in_which_it_must_not_happen_win(node: dict[str, Any]) -> None:
+    waited, _ = hours(NOON, never=["Mon..Fri 08:00-18:00"], hours_wait_s=12 * 3600)
+    assert waited == 6 * 3600
+    with pytest.raises(Refusal, match="not within a week"):
+        hours(NOON, hours=["10:00-14:00"], never=["09:00-15:00"], hours_wait_s=12 * 3600)
+
+
+def test_waiting_for_a_quiet_moment_ends_with_the_hours(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "utc_now", lambda: NOON)
+    busy = {**SERVICE, "hours": ["11:00-12:10"], "postpone_s": 3600, "drain_s": 120, "hours_wait_s": 0}
+    monkeypatch.setattr(common, "load", lambda name: dict(busy))
+    assert restart.run(options()) == restart.DONE
+    assert node["log"][0] == "idle 480.0"
+
+
+def test_a_restart_by_hand_asks_for_no_hours(node: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = {**SERVICE, "never": ["00:00-23:59", "23:00-01:00"], "hours_wait_s": 0}
+    monkeypatch.setattr(common, "load", lambda name: dict(shut))
+    assert restart.run(options(reason="schedule")) == restart.REFUSED
+    assert restart.run(options(now=True)) == restart.DONE
+
+
+def test_what_it_waits_for_can_be_seen_meanwhile_and_a_refusal_is_in_the_history(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def idle(service: Mapping[str, Any], limit: float, key: str | None) -> int:
+        seen.append(common.read_json(node["folder"] / "waiting" / "words.json"))
+        return 3
+
+    monkeypatch.setattr(restart, "wait_idle", idle)
+    assert restart.run(options(reason="schedule")) == restart.DONE
+    assert [one["for"] for one in seen] == ["a quiet moment", "requests in flight"]
+    assert all(one["until"] > one["since"] and one["pid"] == os.getpid() for one in seen)
+    assert not (node["folder"] / "waiting" / "words.json").exists()
+    with restart.only_one("words"):
+        assert restart.run(options(reason="schedule")) == restart.REFUSED
+    rows = (node["folder"] / "restarts" / "bringup-words.history.jsonl").read_text().splitlines()
+    assert [json.loads(row)["outcome"] for row in rows] == ["done", "refused"]
+    assert common.read_json(node["folder"] / "restarts" / "bringup-words.json")["outcome"] == "done"
+
+
+def test_a_restart_for_drift_has_the_watchdogs_numbers_as_its_reason(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift, "folder_of", lambda name: node["folder"])
+    assert restart.run(options(drift=True)) == restart.REFUSED
+    assert node["log"] == []
+    found = {"sign": "memory", "level": 100.0, "now": 250.0, "for_s": 600.0}
+    drift.ask_restart(found, node["folder"])
+    assert restart.run(options(drift=True)) == restart.DONE
+    kept = common.read_json(node["folder"] / "restarts" / "bringup-words.json")
+    assert kept["reason"] == "drift: its memory is 250 MiB, it was 100 MiB after its warm-up, for 600 s"
+
+
+def test_a_load_balancer_is_told_whether_a_server_takes_requests(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"ActiveState": "active"}
+    monkeypatch.setattr(common, "unit_state", lambda unit, properties: state)
+    monkeypatch.setattr(lease, "DRAINING", tmp_path)
+
+    def ready(name: str) -> tuple[int, Any]:
+        service = {"address": "127.0.0.1", "port": nodes.ports["a"]}
+        status, content = common.request(service, "GET", f"/v1/ready/{name}", timeout_s=30)
+        return status, json.loads(content).get("why")
+
+    assert ready("words") == (200, None)
+    (tmp_path / "words").touch()
+    assert ready("words") == (503, "draining")
+    (tmp_path / "words").unlink()
+    state["ActiveState"] = "activating"
+    assert ready("words") == (503, "activating")
+    assert ready("other")[0] == 404

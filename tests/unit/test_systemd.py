@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bringup import systemd
-from bringup.planned import ApiKey, Endpoints, HostPlan, LogRotation, Placement, Restart, Service, WarmUp
+from bringup.node import drift
+from bringup.planned import (
+    ApiKey,
+    Drift,
+    Endpoints,
+    HostPlan,
+    LogRotation,
+    Placement,
+    Restart,
+    Service,
+    WarmUp,
+)
 
 NASTY = (
     "100% $HOME",
@@ -154,6 +165,8 @@ def test_systemd_finds_nothing_wrong_with_any_unit(name: str, tmp_path: Path) ->
         f"{systemd.watch_unit(one)}.service": systemd.watch_unit_text(one),
         f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(one, 3600),
         f"{systemd.restart_unit(one)}.timer": systemd.restart_timer_text(one),
+        f"{systemd.drift_unit(one)}.service": systemd.restart_unit_text(one, 3600, "--drift"),
+        f"{systemd.drift_unit(one)}.path": systemd.drift_path_text(one),
         "bringup-lease.service": systemd.lease_unit_text(),
     }
     assert verify(tmp_path, units) == ""
@@ -163,13 +176,14 @@ def test_systemd_analyze_is_there_to_be_asked() -> None:
     assert shutil.which("systemd-analyze")
 
 
-@pytest.mark.parametrize("name", ["plain", "gpus", "key"])
+@pytest.mark.parametrize("name", ["plain", "gpus", "key", "journal"])
 def test_every_unit_that_runs_for_long_is_sandboxed(name: str, tmp_path: Path) -> None:
     one = VARIANTS[name]
     units = {
         f"{one.unit}.service": systemd.unit_text(one, HOST),
         f"{systemd.log_unit(one)}.service": systemd.log_unit_text(one),
         f"{systemd.watch_unit(one)}.service": systemd.watch_unit_text(one),
+        f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(one, 3600),
         "bringup-lease.service": systemd.lease_unit_text(),
     }
     for file, text in units.items():
@@ -227,3 +241,25 @@ def test_a_calendar_without_a_zone_is_in_utc_and_systemd_takes_it(written: str, 
 def test_all_failed_starts_fit_into_the_window_of_the_start_limit() -> None:
     one = service(start_timeout_s=1800)
     assert systemd.start_limit_s(one) > systemd.START_LIMIT_BURST * 2 * one.start_timeout_s
+
+
+def test_a_journal_of_the_services_own_has_the_limits_of_its_files() -> None:
+    one = service(logs=LogRotation(size_bytes=1000, age_s=60, keep=4, mode="journal", lines_per_s=500))
+    settings_of = dict(line.split("=", 1) for line in systemd.journal_text(one).splitlines() if "=" in line)
+    assert (settings_of["SystemMaxUse"], settings_of["SystemMaxFileSize"]) == ("5000", "1000")
+    assert (settings_of["MaxRetentionSec"], settings_of["MaxFileSec"]) == ("300s", "60s")
+    text = systemd.log_unit_text(one)
+    assert "LogNamespace=bringup-words" in text
+    assert "logpipe.py --journal --lines-per-s=500" in text
+    assert f"StandardOutput=append:{systemd.FIFOS}/words" in systemd.unit_text(one, HOST), (
+        "never past redaction"
+    )
+
+
+def test_drift_is_watched_only_where_a_ratio_is_given() -> None:
+    assert not Drift().watched
+    assert Drift(memory_ratio=2.0).watched
+    text = systemd.drift_path_text(service())
+    assert "PathChanged=/run/bringup-watch-words/drift.json" in text
+    assert str(drift.folder_of("words")) == "/run/bringup-watch-words"
+    assert "RuntimeDirectory=bringup-watch-words" in systemd.watch_unit_text(service())
