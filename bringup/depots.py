@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bringup import ROOT, models
+from bringup import ROOT, models, progress, stores
 from bringup.catalog import Catalog, Hub, lazy
 from bringup.errors import HostFailed, Problem, UsageError
 from bringup.node import depot, store
@@ -65,20 +67,66 @@ def fill(
     Raises UsageError for a name that cannot be served, and HostFailed with every model that cannot be had.
     """
     known = catalog or lazy()
-    rows = {row["catalog"]: row for row in shelves(folder, known, root)}
-    wanted = list(dict.fromkeys(part for name in names for part in _parts(name, known)))
-    missing = [name for name in wanted if name not in rows]
-    if missing:
-        raise UsageError(_unserved(name, known) for name in missing)
     problems = []
-    for name in wanted:
+    for row in wanted(folder, names, known, root):
         try:
-            store.ensure(store.Model.of(rows[name]), access)
+            _bring(row, access)
         except (store.StoreFailed, OSError) as error:
             problems.append(Problem(f"depot {folder}", str(error)))
     if problems:
         raise HostFailed(problems)
     return shelves(folder, known, root)
+
+
+def wanted(
+    folder: Path, names: Iterable[str], catalog: Catalog | None = None, root: Path = ROOT
+) -> list[dict[str, Any]]:
+    """The rows of these models and of what grafted ones are made of. Raises UsageError for what cannot be served."""
+    known = catalog or lazy()
+    rows = {row["catalog"]: row for row in shelves(folder, known, root)}
+    asked = list(dict.fromkeys(part for name in names for part in _parts(name, known)))
+    missing = [name for name in asked if name not in rows]
+    if missing:
+        raise UsageError(_unserved(name, known) for name in missing)
+    return [rows[name] for name in asked]
+
+
+def _bring(row: Mapping[str, Any], access: store.Access) -> None:
+    """One model, with a line on stderr now and then. Raises StoreFailed or OSError."""
+    with tempfile.TemporaryDirectory() as place:
+        seen = Path(place) / "progress.json"
+        said = progress.waiting(lambda: told(str(row["name"]), seen), progress.choose())
+        with said:
+            store.ensure(store.Model.of(row), replace(access, progress=seen))
+
+
+def told(name: str, seen: Path) -> str:
+    """How far a model is, from what `store.Progress` wrote: `glm: 12.0 of 703.7 GiB, 240 MiB/s, 49 m 10 s left`."""
+    try:
+        about = json.loads(seen.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{name}: looking at what is there"
+    left = "" if about["left_s"] is None else f", {progress.elapsed(about['left_s'])} left"
+    done = f"{about['done'] / stores.GIB:.1f} of {about['total'] / stores.GIB:.1f} GiB"
+    return f"{name}: {done}, {about['bytes_s'] / 1024**2:.0f} MiB/s{left}"
+
+
+def access(huggingface: str, modelscope: str, tokens: Mapping[str, str]) -> store.Access:
+    """How hubs are reached from here; an address of "" leaves its hub out."""
+    return store.Access(
+        huggingface=huggingface,
+        modelscope=modelscope,
+        huggingface_token=tokens["huggingface"],
+        modelscope_token=tokens["modelscope"],
+    )
+
+
+def doors(allowed: Sequence[str], token: str) -> depot.Doors:
+    """Who may ask. Raises UsageError for what is neither an address nor a network."""
+    try:
+        return depot.Doors.of(allowed, token)
+    except ValueError as error:
+        raise UsageError(f"models.depot: --allow: {error}") from None
 
 
 def _unserved(name: str, known: Catalog) -> Problem:
@@ -101,14 +149,16 @@ def _parts(name: str, known: Catalog) -> list[str]:
 def ready(rows: Sequence[Mapping[str, Any]]) -> list[depot.Shelf]:
     """The models that can be served. Raises UsageError when there is none."""
     shelves = [depot.Shelf.of(row) for row in rows if row["ready"]]
+    if not rows:
+        raise UsageError("models.depot: no model on a hub has a lock yet. Make one: invoke models.lock MODEL")
     if not shelves:
         raise UsageError("models.depot: no model is ready in this folder; name some with --models")
     return shelves
 
 
-def serve(shelves: Sequence[depot.Shelf], address: str, port: int) -> None:
+def serve(shelves: Sequence[depot.Shelf], address: str, port: int, who: depot.Doors | None = None) -> None:
     """Serves until it is interrupted. Raises UsageError when the port is taken."""
     try:
-        depot.serve((address, port), shelves)
+        depot.serve((address, port), shelves, who)
     except OSError as error:
         raise UsageError(f"models.depot: cannot listen on {address}:{port}: {error.strerror}") from None

@@ -7,6 +7,7 @@ ModelScope gives one for every file.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import re
 import urllib.error
@@ -30,6 +31,9 @@ AT_ONCE = 8
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUGGINGFACE = "https://huggingface.co"
 MODELSCOPE = "https://modelscope.cn"
+TOKENS = {"huggingface": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}
+"""Variables of the environment that hold tokens."""
+
 NO_MATTER = (
     ".gitattributes",
     "README.md",
@@ -144,10 +148,15 @@ def _read(hub: Hub, where: str) -> bytes:
             return data
     except urllib.error.HTTPError as error:
         error.close()
-        raise HostFailed(Problem(where, HOPELESS.get(error.code, f"answered {error.code}"))) from None
-    except OSError as error:
+        told = HOPELESS.get(error.code, f"answered {error.code}")
+        if error.code in (401, 403) and not hub.token:
+            told += f"; there is none in {TOKENS[hub.kind]}"
+        raise HostFailed(Problem(where, told)) from None
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise HostFailed(Problem(where, f"cannot be reached: {reason}")) from None
+        reason = getattr(reason, "strerror", None) or reason
+        remedy = f"Behind a mirror: --{hub.kind} ADDRESS; without this hub: --{hub.kind} none"
+        raise HostFailed(Problem(where, f"cannot be reached: {reason}", remedy)) from None
 
 
 def differences(one: Listing, other: Listing) -> list[Problem]:

@@ -15,6 +15,12 @@ from bringup.errors import UsageError
 INVENTORY = "folder under inventories/, such as lab, or a path to one"
 LIMIT = "hosts, groups, globs, !without, &both; separated by commas"
 JSON = "print one JSON object on stdout"
+HUGGINGFACE = "address of the hub or a mirror, none leaves it out (default: HF_ENDPOINT). Token: HF_TOKEN"
+MODELSCOPE = (
+    "address of the hub, none leaves it out (default: MODELSCOPE_ENDPOINT). Token: MODELSCOPE_API_TOKEN"
+)
+ENDPOINTS = {"huggingface": "HF_ENDPOINT", "modelscope": "MODELSCOPE_ENDPOINT"}
+LEFT_OUT = ("none", "-")
 SCHEMA_VERSION = 1
 
 
@@ -35,8 +41,8 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     value = row.get(name)
     if name == "state":
         return _state(row)
-    if name == "bytes":
-        return f"{report.size(int(value or 0))}"
+    if name in ("bytes", "shared", "frees"):
+        return "" if value is None else report.size(int(value))
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
@@ -54,13 +60,28 @@ def _state(row: Mapping[str, Any]) -> str:
     return "ready" if row.get("ready") else "not ready: run provision"
 
 
+def _endpoint(kind: str, given: str | None) -> str:
+    """A hub's address: as given, else its client's own variable, else its home; "" leaves the hub out."""
+    from bringup import hubs
+
+    address = given or os.environ.get(ENDPOINTS[kind]) or getattr(hubs, kind.upper())
+    if address in LEFT_OUT:
+        return ""
+    if not address.startswith(("http://", "https://")):
+        raise UsageError(
+            f'--{kind}: "{address}" is no address: it begins with http:// or https://, or is none'
+        )
+    return str(address).rstrip("/")
+
+
 @task(
     positional=["model"],
     help={
         "model": "a model of the catalog",
         "revision": "commit, tag or branch (default: the entry's, else the newest)",
-        "huggingface": "address of the hub or a mirror; - leaves it out. Token: HF_TOKEN in the environment",
-        "modelscope": "address of the hub; - leaves it out. Token: MODELSCOPE_API_TOKEN in the environment",
+        "huggingface": HUGGINGFACE,
+        "modelscope": MODELSCOPE,
+        "check": "ask and compare, and write nothing (exit 6: the lock would change)",
         "json": JSON,
     },
 )
@@ -68,27 +89,33 @@ def lock(
     c: Context,
     model: str,
     revision: str | None = None,
-    huggingface: str = "https://huggingface.co",
-    modelscope: str = "https://modelscope.cn",
+    huggingface: str | None = None,
+    modelscope: str | None = None,
+    check: bool = False,
     json: bool = False,
 ) -> None:
     """Write a model's lock: the commit, and every file's size and sha256, compared between its hubs."""
     from dataclasses import asdict
 
-    from bringup import hubs, models
+    from bringup import hubs, models, progress
 
-    addresses = {"huggingface": huggingface, "modelscope": modelscope}
-    tokens = {"huggingface": "HF_TOKEN", "modelscope": "MODELSCOPE_API_TOKEN"}
-    access = {
-        kind: hubs.Hub(kind, address, os.environ.get(tokens[kind], ""))
-        for kind, address in addresses.items()
-        if address != "-"
+    addresses = {
+        "huggingface": _endpoint("huggingface", huggingface),
+        "modelscope": _endpoint("modelscope", modelscope),
     }
-    done = models.lock(model, access, revision)
+    access = {
+        kind: hubs.Hub(kind, address, os.environ.get(hubs.TOKENS[kind], ""))
+        for kind, address in addresses.items()
+        if address
+    }
+    with progress.waiting(f"asking {' and '.join(access)} for the files of {model}", progress.choose()):
+        done = models.lock(model, access, revision, check=check)
     row = {**asdict(done), "bytes": done.size}
     _print("models.lock", [row], ["model", "path", "revision", "files", "bytes", "changed"], json)
     for note in done.notes:
         print(note, file=sys.stderr)
+    if check and done.changed:
+        raise Exit(code=int(Code.PENDING))
 
 
 @task(name="list", help={"json": JSON})
@@ -118,11 +145,13 @@ def verify(
     json: bool = False,
 ) -> None:
     """Look whether every planned model on the nodes is what its lock says (exit 4: one is not)."""
-    from bringup import models
+    from bringup import models, progress
 
     if deep and quick:
         raise UsageError("models.verify: --deep and --quick exclude each other")
-    rows = models.verify(inventory, limit, deep=deep)
+    how = "reading every byte" if deep else "looking at sizes and times"
+    with progress.waiting(f"{how} of the models of {inventory}", progress.choose()):
+        rows = models.verify(inventory, limit, deep=deep)
     _print("models.verify", rows, ["host", "model", "bytes", "state"], json)
     _end(rows, models.failed(rows))
 
@@ -130,10 +159,11 @@ def verify(
 @task(positional=["inventory"], help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
 def space(c: Context, inventory: str, limit: str | None = None, json: bool = False) -> None:
     """Show what models take on the nodes, and which services and processes use them."""
-    from bringup import models
+    from bringup import models, progress
 
-    rows = models.space(inventory, limit)
-    columns = ["host", "model", "bytes", "ready", "planned", "units", "pids", "error"]
+    with progress.waiting(f"looking at the models of {inventory}", progress.choose()):
+        rows = models.space(inventory, limit)
+    columns = ["host", "model", "bytes", "shared", "ready", "planned", "units", "pids", "error"]
     _print("models.space", rows, columns, json)
     _end(rows, False)
 
@@ -157,15 +187,17 @@ def gc(
     json: bool = False,
 ) -> None:
     """Remove models that no plan has, no unit names and no process has open."""
-    from bringup import confirm, models
+    from bringup import confirm, models, progress
 
-    rows = models.garbage(inventory, limit)
+    with progress.waiting(f"looking for garbage on {inventory}", progress.choose()):
+        rows = models.garbage(inventory, limit)
     found = [row for row in rows if not row.get("error")]
     if found and not check:
         names = sorted({row["host"] for row in found})
         confirm.disruptive(f"removing {len(found)} folders of models", inventory, names, yes=yes)
-        rows = models.garbage(inventory, limit, remove=True)
-    _print("models.gc", rows, ["host", "folder", "bytes", "error"], json)
+        with progress.waiting(f"removing models from {inventory}", progress.choose()):
+            rows = models.garbage(inventory, limit, remove=True)
+    _print("models.gc", rows, ["host", "folder", "frees", "error"], json)
     _end(rows, False)
     if check and found:
         raise Exit(code=int(Code.PENDING))
@@ -178,9 +210,11 @@ def gc(
         "models": "models of the catalog to bring into it first, separated by commas",
         "bind": "address to listen on",
         "port": "port to listen on",
+        "allow": "addresses and networks that may ask, separated by commas (default: all). Token: DEPOT_TOKEN",
         "fill": "bring the models in and end",
-        "huggingface": "address of the hub or a mirror. Token: HF_TOKEN in the environment",
-        "modelscope": "address of the hub. Token: MODELSCOPE_API_TOKEN in the environment",
+        "check": "show what would be brought in and end (exit 6: something would)",
+        "huggingface": HUGGINGFACE,
+        "modelscope": MODELSCOPE,
         "json": JSON,
     },
 )
@@ -190,33 +224,40 @@ def depot(
     models: str = "",
     bind: str = "127.0.0.1",
     port: int = 7421,
+    allow: str = "",
     fill: bool = False,
-    huggingface: str = "https://huggingface.co",
-    modelscope: str = "https://modelscope.cn",
+    check: bool = False,
+    huggingface: str | None = None,
+    modelscope: str | None = None,
     json: bool = False,
 ) -> None:
     """Serve models to nodes that reach no hub: a read-only hub over a folder of verified models."""
     from pathlib import Path
 
-    from bringup import depots
-    from bringup.node import store
+    from bringup import depots, hubs
+    from bringup.node import depot as program
 
-    access = store.Access(
-        huggingface=huggingface,
-        modelscope=modelscope,
-        huggingface_token=os.environ.get("HF_TOKEN", ""),
-        modelscope_token=os.environ.get("MODELSCOPE_API_TOKEN", ""),
+    names = [name for name in models.split(",") if name]
+    if (fill or check) and not names:
+        raise UsageError("models.depot: --fill and --check need --models: which are to be brought in?")
+    doors = depots.doors([text for text in allow.split(",") if text], program.token())
+    hub = depots.access(
+        _endpoint("huggingface", huggingface),
+        _endpoint("modelscope", modelscope),
+        {kind: os.environ.get(name, "") for kind, name in hubs.TOKENS.items()},
     )
     place = Path(folder).absolute()
-    rows = depots.fill(place, [name for name in models.split(",") if name], access)
+    rows = depots.wanted(place, names) if check else depots.fill(place, names, hub)
     shown = [{**row, "bytes": sum(file["size"] for file in row["files"])} for row in rows]
     _print("models.depot", shown, ["name", "repositories", "commit", "bytes", "ready"], json)
-    if not fill:
+    if check and not all(row["ready"] for row in rows):
+        raise Exit(code=int(Code.PENDING))
+    if not (fill or check):
         shelves = depots.ready(rows)
         host = f"[{bind}]" if ":" in bind else bind
         said = f"serving {len(shelves)}; on the nodes: model_store_huggingface: http://{host}:{port}"
         print(said, file=sys.stderr, flush=True)
-        depots.serve(shelves, bind, port)
+        depots.serve(shelves, bind, port, doors)
 
 
 @task(
@@ -224,7 +265,8 @@ def depot(
     help={
         "inventory": INVENTORY,
         "limit": LIMIT,
-        "undo": "take away the overlay of this grafted model; base and delta stay",
+        "undo": "take away the overlay of this grafted model; base and delta stay, and provision makes it again",
+        "check": "with --undo: show what would go and change nothing (exit 6: something would)",
         "yes": "agree to what is disruptive, for scripts",
         "json": JSON,
     },
@@ -234,26 +276,34 @@ def graft(
     inventory: str,
     limit: str | None = None,
     undo: str | None = None,
+    check: bool = False,
     yes: bool = False,
     json: bool = False,
 ) -> None:
     """Show the grafted models on the nodes, and what they are made of; or take one away."""
-    from bringup import confirm, models
+    from bringup import confirm, models, progress
 
-    rows = models.grafts(inventory, limit)
+    if check and not undo:
+        raise UsageError("models.graft: --check goes with --undo MODEL; without it nothing is changed anyway")
+    with progress.waiting(f"looking at the grafted models of {inventory}", progress.choose()):
+        rows = models.grafts(inventory, limit)
     if undo:
-        found = [row for row in rows if row.get("model") == undo]
-        if not found:
+        silent = [row for row in rows if row.get("error")]
+        rows = [row for row in rows if row.get("model") == undo] + silent
+        if not rows:
             raise UsageError(f"models.graft: no node has a grafted model {undo}")
-        names = sorted({row["host"] for row in found})
-        confirm.disruptive(f"taking away the grafted model {undo}", inventory, names, yes=yes)
-        rows = models.grafts(inventory, limit, undo=undo)
+        names = sorted({row["host"] for row in rows if not row.get("error")})
+        if names and not check:
+            confirm.disruptive(f"taking away the grafted model {undo}", inventory, names, yes=yes)
+            rows = models.grafts(inventory, limit, undo=undo)
     _print(
         "models.graft", rows, ["host", "model", "layer", "base", "delta", "ready", "refused", "error"], json
     )
     _end(rows, False)
     if any(row.get("refused") for row in rows):
         raise Exit(code=int(Code.LOCKED))
+    if check:
+        raise Exit(code=int(Code.PENDING))
 
 
 def _end(rows: Sequence[Mapping[str, Any]], failed: bool) -> None:

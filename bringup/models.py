@@ -80,8 +80,10 @@ def lock(
     revision: str | None = None,
     catalog: Catalog | None = None,
     root: Path = ROOT,
+    *,
+    check: bool = False,
 ) -> Locked:
-    """Makes the lock of a catalog model from its hubs, and writes it.
+    """Makes the lock of a catalog model from its hubs, and writes it (unless `check`).
 
     With both hubs in the entry the second is compared with the first, and a file that engines load and that
     is not the same on both is an error. Raises UsageError or HostFailed.
@@ -97,7 +99,7 @@ def lock(
     text = lock_text(found[0].commit, found[0].files, origin)
     target = root / path
     before = target.read_text(encoding="utf-8") if target.is_file() else ""
-    if before != text:
+    if before != text and not check:
         write_atomic(target, text)
     if not entry.lock:
         notes.append(f"add to catalog/models/{name}.yml: lock: {path}")
@@ -110,12 +112,18 @@ def _listings(
 ) -> list[hubs.Listing]:
     hub = entry.graft.delta if entry.graft else entry.hub
     repositories = {"huggingface": hub.huggingface, "modelscope": hub.modelscope}
-    places = {kind: place for kind, place in repositories.items() if place and kind in access}
-    if not places:
-        where = f"catalog/models/{name}.yml"
+    known = {kind: place for kind, place in repositories.items() if place}
+    places = {kind: place for kind, place in known.items() if kind in access}
+    where = f"catalog/models/{name}.yml"
+    if not known and entry.made_by:
+        what = f"is made here by {entry.made_by}, and its lock is the record of what that makes"
+        raise UsageError(Problem(where, what, "There is no hub to ask"))
+    if not known:
         raise UsageError(
             Problem(where, "is on no hub, so there is nothing to lock", "Give it hub.huggingface")
         )
+    if not places:
+        raise UsageError(Problem(f"model {name}", f"has no hub left to ask: {', '.join(known)} left out"))
     found: list[hubs.Listing] = []
     for kind, place in places.items():
         default = "main" if kind == "huggingface" else hub.modelscope_revision or "master"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -172,8 +172,9 @@ def elapsed(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(text: str, progress: Progress) -> Iterator[None]:
-    """Says what is waited for when the body takes longer than two seconds, and again every ten."""
+def waiting(text: str | Callable[[], str], progress: Progress) -> Iterator[None]:
+    """Says what is waited for (or what `text` then says) when the body takes longer than two seconds, and again
+    every ten."""
     import threading
 
     over = threading.Event()
@@ -182,7 +183,8 @@ def waiting(text: str, progress: Progress) -> Iterator[None]:
     def speak() -> None:
         pause = QUIET_S
         while not over.wait(pause):
-            progress.note(f"{elapsed(time.time() - begun):>7}  {text}")
+            said = text if isinstance(text, str) else text()
+            progress.note(f"{elapsed(time.time() - begun):>7}  {said}")
             pause = PLAIN_EVERY_S
 
     thread = threading.Thread(target=speak, daemon=True)

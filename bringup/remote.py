@@ -52,9 +52,13 @@ def connection(host: Host) -> Any:
 
 
 def _connect(host: Host) -> Any:
+    import logging
+
     import paramiko
     from fabric import Connection
 
+    # What went wrong is raised; paramiko's thread would print a traceback of it besides.
+    logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
     gateway = Connection(host.jump, connect_timeout=CONNECT_LIMIT_S) if host.jump else None
     made = Connection(
         host.address,

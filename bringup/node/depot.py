@@ -5,24 +5,33 @@ that were verified and that nobody has touched since are given away. It writes n
 
     python -m bringup.node.depot SPEC.json
     {"listen": [ADDRESS, PORT], "models": [{"name": ..., "folder": ..., "files": [{path, size, sha256}, ...],
-     "commit": ..., "repositories": [OWNER/NAME, ...]}, ...]}
+     "commit": ..., "repositories": [OWNER/NAME, ...]}, ...], "allowed": [ADDRESS or NETWORK, ...]}
+
+Only addresses in `allowed` are answered (none given: all). With a token, in the environment (DEPOT_TOKEN) or as
+the systemd credential `depot-token`, callers must send it as they send a hub's.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import json
+import os
 import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from . import store
+from .files import read_text
 
+VARIABLE = "DEPOT_TOKEN"
+CREDENTIAL = "depot-token"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 IDLE_LIMIT_S = 120
@@ -60,6 +69,30 @@ class Shelf:
         return revision == self.commit or not COMMIT.fullmatch(revision)
 
 
+@dataclass(frozen=True)
+class Doors:
+    """Who may ask: callers from these networks (none: from everywhere) that send this token ("": without)."""
+
+    networks: tuple[Any, ...] = ()
+    token: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, allowed: Iterable[str], token: str = "") -> Doors:
+        """From addresses and networks as text. Raises ValueError, which names what is neither."""
+        return cls(tuple(ipaddress.ip_network(text, strict=False) for text in allowed), token)
+
+    def may_come(self, address: str) -> bool:
+        """Is an address within the networks?"""
+        caller = ipaddress.ip_address(address.removeprefix("::ffff:").partition("%")[0])
+        return not self.networks or any(caller in network for network in self.networks)
+
+    def has_token(self, authorization: str, cookie: str) -> bool:
+        """Did the caller send the token, as Hugging Face's client does (a header) or ModelScope's (a cookie)?"""
+        sent = [authorization.removeprefix("Bearer ").strip()]
+        sent += [text.partition("=")[2].strip() for text in cookie.split(";") if "m_session_id=" in text]
+        return not self.token or any(hmac.compare_digest(text.encode(), self.token.encode()) for text in sent)
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers from the server's `shelves`."""
 
@@ -79,7 +112,20 @@ class Handler(BaseHTTPRequestHandler):
         """Answers one request."""
         self._answer()
 
+    def _refusal(self) -> tuple[int, str]:
+        """Why this caller gets nothing: a status and a word; 0 when it may."""
+        doors: Doors = self.server.doors  # type: ignore[attr-defined]
+        if not doors.may_come(self.client_address[0]):
+            return 403, "NotAllowed"
+        if not doors.has_token(self.headers.get("Authorization", ""), self.headers.get("Cookie", "")):
+            return 401, "GatedRepo"
+        return 0, ""
+
     def _answer(self) -> None:
+        status, why = self._refusal()
+        if status:
+            self._none(why, status)
+            return
         parts = urlsplit(self.path)
         path = unquote(parts.path)
         if found := MODELSCOPE.fullmatch(path):
@@ -205,7 +251,10 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], shelves: Iterable[Shelf]) -> None:
+    def __init__(
+        self, address: tuple[str, int], shelves: Iterable[Shelf], doors: Doors | None = None
+    ) -> None:
+        self.doors = doors or Doors()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.shelves = {name: shelf for shelf in shelves for name in (shelf.model.name, *shelf.repositories)}
         super().__init__(address, Handler)
@@ -214,12 +263,22 @@ class Server(ThreadingHTTPServer):
         """A client that goes away is its own affair."""
 
 
-def serve(listen: Sequence[Any], shelves: Iterable[Shelf]) -> None:
+def serve(listen: Sequence[Any], shelves: Iterable[Shelf], doors: Doors | None = None) -> None:
     """Serves until it is interrupted."""
-    with Server((str(listen[0]), int(listen[1])), shelves) as server:
+    with Server((str(listen[0]), int(listen[1])), shelves, doors) as server:
         server.serve_forever()
+
+
+def token() -> str:
+    """The token that callers must send: from a systemd credential or the environment, "" for none."""
+    credential = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nowhere"), CREDENTIAL)
+    return (read_text(credential) or os.environ.get(VARIABLE, "")).strip()
 
 
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    serve(given["listen"], [Shelf.of(row) for row in given["models"]])
+    serve(
+        given["listen"],
+        [Shelf.of(row) for row in given["models"]],
+        Doors.of(given.get("allowed", ()), token()),
+    )

@@ -277,8 +277,9 @@ def _size(count: float) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What sources need beside their locators: hub addresses, tokens (never logged), the cap on the rate, and
-    the interpreter of an environment with the hubs' own clients ("": plain http is used)."""
+    """What sources need beside their locators: hub addresses ("": that hub is left out), tokens (never logged),
+    the cap on the rate, the interpreter of an environment with the hubs' own clients ("": plain http is used), and
+    where to write how far it is (None: PROGRESS)."""
 
     huggingface: str = "https://huggingface.co"
     modelscope: str = "https://modelscope.cn"
@@ -286,6 +287,7 @@ class Access:
     modelscope_token: str = ""
     client: str = ""
     limits: download.Limits = field(default_factory=download.Limits)
+    progress: Path | None = None
 
 
 def address_of(source: Source, file: File, access: Access) -> str:
@@ -343,6 +345,8 @@ def _ways(model: Model, access: Access) -> list[tuple[Source, bool]]:
     found = []
     by_clients = access.client and not access.limits.bytes_s
     for source in model.sources:
+        if source.kind in CLIENT_KINDS and not getattr(access, source.kind):
+            continue
         if by_clients and source.kind in CLIENT_KINDS:
             found.append((source, True))
         if source.kind in HERE_KINDS:
@@ -477,7 +481,7 @@ def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str,
     """
     from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-    progress = Progress(model, wanted)
+    progress = Progress(model, wanted, access.progress)
     failed: list[str] = []
     came: dict[str, str] = {}
 

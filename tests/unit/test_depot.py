@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import json
 import random
 import socket
 import threading
@@ -130,6 +131,61 @@ def test_a_file_that_somebody_has_touched_is_not_given(served: tuple[Path, str, 
     assert (code, told["X-Error-Code"]) == (503, "NotVerified")
 
 
+@pytest.mark.parametrize(
+    ("allowed", "token", "headers", "status"),
+    [
+        ((), "", {}, 200),
+        (("127.0.0.0/8",), "", {}, 200),
+        (("10.0.0.0/8", "::1"), "", {}, 403),
+        ((), "a b;c", {"Authorization": "Bearer a b;c"}, 200),
+        ((), "secret", {"Cookie": "x=1; m_session_id=secret"}, 200),
+        ((), "secret", {"Authorization": "Bearer secrex"}, 401),
+        ((), "secret", {}, 401),
+        (("10.0.0.0/8",), "secret", {"Authorization": "Bearer secret"}, 403),
+    ],
+)
+def test_only_who_may_come_and_has_the_token_is_answered(
+    allowed: tuple[str, ...], token: str, headers: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    about = row(tmp_path / "demo")
+    store.finish(store.Model.of(about))
+    doors = depots.doors(allowed, token)
+    with depot.Server(("127.0.0.1", 0), [depot.Shelf.of(about)], doors) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        for path in ("/demo/config.json", f"/api/models/{REPOSITORY}"):
+            assert ask(server.server_address[1], path, **headers)[0] == status
+        server.shutdown()
+        thread.join()
+    assert "secret" not in repr(doors)
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_served() -> None:
+    with pytest.raises(UsageError, match=r"--allow: .*10\.0\.0\.0/33"):
+        depots.doors(["10.0.0.0/33"], "")
+
+
+def test_the_token_comes_from_a_credential_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    monkeypatch.delenv(depot.VARIABLE, raising=False)
+    assert depot.token() == ""
+    monkeypatch.setenv(depot.VARIABLE, "from the environment")
+    assert depot.token() == "from the environment"
+    (tmp_path / depot.CREDENTIAL).write_text("from a credential\n")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert depot.token() == "from a credential"
+
+
+def test_how_far_a_model_is_can_be_read(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.json"
+    assert depots.told("glm", seen) == "glm: looking at what is there"
+    about = {"done": 12 * 2**30, "total": 700 * 2**30, "bytes_s": 250 * 2**20, "left_s": 2818}
+    seen.write_text(json.dumps(about))
+    assert depots.told("glm", seen) == "glm: 12.0 of 700.0 GiB, 250 MiB/s, 46 m 58 s left"
+
+
 def known(folder: Path) -> Catalog:
     (folder / "models").mkdir(parents=True)
     entry = {
@@ -158,7 +214,9 @@ def test_it_is_filled_from_a_hub_and_a_second_time_asks_nobody(
     hub = Hub(dict(FILES))
     with serving(hub) as address:
         access = store.Access(huggingface=address, limits=download.Limits(back_off_s=0.01))
-        assert [one["ready"] for one in depots.shelves(tmp_path / "depot", catalog, tmp_path)] == [False]
+        assert [one["ready"] for one in depots.wanted(tmp_path / "depot", ["demo"], catalog, tmp_path)] == [
+            False
+        ]
         assert [
             one["ready"] for one in depots.fill(tmp_path / "depot", ["demo"], access, catalog, tmp_path)
         ] == [True]

@@ -96,8 +96,17 @@ def test_hubs_that_differ_are_an_error_that_names_the_file_and_no_lock_is_writte
     assert not (tmp_path / models.LOCKS).exists()
 
 
+def test_a_check_compares_and_writes_nothing(tmp_path: Path, hub: tuple[Hub, str]) -> None:
+    access = {"huggingface": hubs.Hub("huggingface", hub[1])}
+    known = catalog(tmp_path, huggingface=REPOSITORY)
+    assert models.lock("demo", access, catalog=known, root=tmp_path, check=True).changed
+    assert not list(tmp_path.rglob("locks"))
+    with pytest.raises(UsageError, match="no hub left to ask: huggingface left out"):
+        models.lock("demo", {}, catalog=known, root=tmp_path)
+
+
 def test_a_model_on_no_hub_cannot_be_locked(tmp_path: Path) -> None:
-    known = catalog(tmp_path / "catalog", huggingface=REPOSITORY)
+    known = catalog(tmp_path / "catalog")
     with pytest.raises(UsageError, match="on no hub"):
         models.lock("demo", {}, catalog=known, root=tmp_path)
 
