@@ -325,7 +325,8 @@ def log_unit_text(service: Service) -> str:
         f"User={LOG_USER}",
         "Group=adm",
         f"LoadCredential=api_key:{key_file(service)}" if service.api_key else None,
-        f"ExecStart={command(_log_words(service))}",
+        # A reload that comes before the program listens to it must not end it.
+        f"ExecStart={command(['/usr/bin/nohup', *_log_words(service)])}",
         "ExecReload=/bin/kill -HUP $MAINPID",
         "Restart=always",
         "RestartSec=1",

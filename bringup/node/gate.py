@@ -36,7 +36,7 @@ SAY_EVERY_S = 30.0
 NEVER_ASKED = "it was never asked"
 CHILD_MARGIN_S = 10.0
 
-MARKER_WAIT_S = 5.0
+MARKER_WAIT_S = 10.0
 """How long lines that the engine has written may take to reach the log that we read."""
 
 LOG_POLL_S = 0.05

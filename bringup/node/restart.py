@@ -39,7 +39,7 @@ WAITING = common.RUN / "restarting"
 
 DONE, FAILED, REFUSED = 0, 4, 8
 
-PEER_TIMEOUT_S = 5.0
+PEER_TIMEOUT_S = 10.0
 POLL_S = 1.0
 IDLE_LOOKS = 2
 """So many looks in a row must find no request before a server counts as idle."""

@@ -13,7 +13,7 @@ exits-0          ends with exit code 0 five seconds after its first start, as so
 leaks-shm        leaves shared memory and a child process in a session of its own that ignores TERM and holds a port
 ignores-term     does not end when asked
 hangs-after      answers 8 requests, then none, while /health stays right
-long-prefill     one prompt takes 12 s, and until then no counter moves
+long-prefill     one prompt takes 12 s, in which only the count of computed batches moves
 floods           writes 20,000 numbered lines to its log as fast as it can
 """
 
@@ -36,6 +36,7 @@ WAYS = (
 SLOW_START_S = 6.0
 GOOD_REQUESTS = 8
 PREFILL_S = 12.0
+PREFILL_BATCHES = 12
 PREFILL_MARK = "a-very-long-prompt"
 FLOOD_LINES = 20_000
 LEAKED_BYTES = 8 * 1024 * 1024
@@ -46,7 +47,7 @@ class State:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.requests = self.tokens = self.running = 0
+        self.requests = self.tokens = self.running = self.steps = 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -61,7 +62,11 @@ class Handler(BaseHTTPRequestHandler):
         state = self.state
         metrics = "".join(
             f"standin:{name} {value}\n"
-            for name, value in (("running", state.running), ("tokens_total", state.tokens))
+            for name, value in (
+                ("running", state.running),
+                ("tokens_total", state.tokens),
+                ("steps_total", state.steps),
+            )
         )
         name = "another" if self.how == "wrong-name" else self.alias
         models = {"data": [{"id": name, "owned_by": "stand-in, no engine"}]}
@@ -81,12 +86,13 @@ class Handler(BaseHTTPRequestHandler):
             if self.how == "lies" or (self.how == "hangs-after" and number > GOOD_REQUESTS):
                 threading.Event().wait()
             if self.how == "long-prefill" and PREFILL_MARK in prompt:
-                time.sleep(PREFILL_S)
+                prefill(state)
             while self.how == "long-prefill" and state.running > 1 and PREFILL_MARK not in prompt:
                 # One batch at a time: everybody waits for the long prompt.
                 time.sleep(0.05)
             with state.lock:
                 state.tokens += 1
+                state.steps += 1
         finally:
             with state.lock:
                 state.running -= 1
@@ -104,6 +110,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+
+def prefill(state: State) -> None:
+    """One batch after another, until the whole prompt is read."""
+    end = time.monotonic() + PREFILL_S
+    while time.monotonic() < end:
+        time.sleep(PREFILL_S / PREFILL_BATCHES)
+        with state.lock:
+            state.steps += 1
 
 
 def leak(port: int) -> None:

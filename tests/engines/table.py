@@ -37,7 +37,13 @@ STOP_LIMIT_S = 3
 PROBE_LIMIT_S = 2
 WATCH_S = 1
 PREFILL_S = 16
-HANG_S = PREFILL_S + 3 * (WATCH_S + PROBE_LIMIT_S) + 10
+STALL_S = 6
+"""Less than the stand-in's long prefill takes: only its batches tell that from a hang."""
+PROBES_S = 3 * (WATCH_S + PROBE_LIMIT_S) + 10
+HANG_S = STALL_S + PROBES_S
+HANG_BLIND_S = PREFILL_S + PROBES_S
+BLIND = "-blind"
+"""End of a way's name: the same stand-in, of whose metrics no count of batches is known."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,12 @@ class Row:
 class Node:
     """A container with systemd, and a few ways to look into it."""
 
-    def __init__(self, engine: lab.Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: lab.Engine, name: str = NODE) -> None:
+        self.engine, self.name = engine, name
 
     def sh(self, script: str, stdin: str = "") -> str:
         """Standard output of a shell command in the node; RuntimeError when it fails."""
-        words = self.engine.argv("exec", "-i", NODE, "sh", "-c", script)
+        words = self.engine.argv("exec", "-i", self.name, "sh", "-c", script)
         done = subprocess.run(
             words, input=stdin, capture_output=True, text=True, check=False, timeout=COMMAND_LIMIT_S
         )
@@ -104,19 +110,19 @@ class Node:
 
 
 @contextmanager
-def node() -> Iterator[Node]:
+def node(name: str = NODE) -> Iterator[Node]:
     """A fresh node with a user for the server and one for the log; gone at the end."""
     engine = lab.ensure_engine()
     image = lab.ensure_image(engine=engine)
-    engine.tries("rm", "--force", "--volumes", NODE)
+    engine.tries("rm", "--force", "--volumes", name)
     capabilities = [word for name in lab.CAPABILITIES for word in ("--cap-add", name)]
     options = ["--cgroupns", "private", *capabilities, "--security-opt", "seccomp=unconfined"]
-    engine.run("run", "--detach", "--name", NODE, "--hostname", NODE, *options, image)
+    engine.run("run", "--detach", "--name", name, "--hostname", name, *options, image)
     try:
-        made = Node(engine)
+        made = Node(engine, name)
         made.until(
             lambda: (
-                engine.tries("exec", NODE, "systemctl", "is-system-running").stdout.strip()
+                engine.tries("exec", name, "systemctl", "is-system-running").stdout.strip()
                 in ("running", "degraded")
             ),
             60,
@@ -126,10 +132,10 @@ def node() -> Iterator[Node]:
         )
         yield made
     finally:
-        engine.tries("rm", "--force", "--volumes", NODE)
+        engine.tries("rm", "--force", "--volumes", name)
 
 
-def service(way: str) -> Service:
+def service(way: str, **changes: Any) -> Service:
     """The stand-in as a service of a plan, with short limits."""
     argv = [
         "/usr/bin/python3",
@@ -139,23 +145,26 @@ def service(way: str) -> Service:
         "--alias",
         "words",
         "--how",
-        way,
+        way.removesuffix(BLIND),
     ]
+    names = {"running": "standin:running", "generation_tokens_total": "standin:tokens_total"}
+    steps = {} if way.endswith(BLIND) else {"steps_total": "standin:steps_total"}
     return servers.service(
         argv=argv,
         start_timeout_s=START_LIMIT_S,
         stop_timeout_s=STOP_LIMIT_S,
         probe_timeout_s=PROBE_LIMIT_S,
-        metrics_names={"running": "standin:running", "generation_tokens_total": "standin:tokens_total"},
+        metrics_names={**names, **steps},
         log_markers={"model": "model loaded"},
         environment={},
         is_stand_in=True,
+        **changes,
     )
 
 
-def install(made: Node, way: str) -> None:
+def install(made: Node, way: str, **changes: Any) -> None:
     """What the roles would bring, through the code of their modules."""
-    host = HostPlan("node", (), "cpu", "x86_64", (service(way),), (), ())
+    host = HostPlan("node", (), "cpu", "x86_64", (service(way, **changes),), (), ())
     plan = Plan("table", (host,), (), "digest")
     logs, engine = log_rotation.variables(host, plan), engine_service.variables(host, plan)
     entries = {
@@ -167,7 +176,7 @@ def install(made: Node, way: str) -> None:
     entries[path] = {"path": path, "content": stand_in}
     units = [*logs["log_rotation_units"], *engine["engine_service_units"]]
     made.sh("rm -rf /root/bringup && mkdir /root/bringup")
-    made.engine.run("cp", str(ROOT / "bringup/node"), f"{NODE}:/root/bringup/node")
+    made.engine.run("cp", str(ROOT / "bringup/node"), f"{made.name}:/root/bringup/node")
     code = (
         "import sys, json; sys.path.insert(0, '/root'); from bringup.node import place, units;"
         "data = json.load(sys.stdin);"
@@ -184,9 +193,8 @@ def _filled(entry: Mapping[str, Any]) -> dict[str, Any]:
         rest["content"] = (ROOT / "bringup/node" / entry["program"]).read_text(encoding="utf-8")
     if entry["path"].endswith("/services/words.json"):
         # The watchdog looks often here: a table must not take minutes.
-        rest["content"] = json.dumps(
-            {**json.loads(entry["content"]), "watch_every_s": WATCH_S, "prefill_s": PREFILL_S}
-        )
+        limits = {"watch_every_s": WATCH_S, "prefill_s": PREFILL_S, "stall_s": STALL_S}
+        rest["content"] = json.dumps({**json.loads(entry["content"]), **limits})
     return rest
 
 
@@ -269,10 +277,10 @@ def ignores_term(made: Node) -> str:
     )
 
 
-def hangs(made: Node) -> str:
-    """The watchdog finds it."""
+def hangs(made: Node, limit_s: float = HANG_S) -> str:
+    """The watchdog finds it, though requests of others are in flight."""
     up(made)
-    seen = comes_back(made, lambda: [made.answers() for _ in range(6)], HANG_S + 15)
+    seen = comes_back(made, lambda: [made.answers() for _ in range(6)], limit_s + 15)
     said = made.sh("journalctl -u bringup-watch-words --no-pager -o cat | grep -c 'hangs and is killed'")
     return f"{seen}, killed by the watchdog" if int(said) >= 1 else "not found by the watchdog"
 
@@ -308,8 +316,14 @@ CASES: Mapping[str, tuple[str, float, Callable[[Node], str]]] = {
     "exits-0": ("started again, end of the log kept", 40, exits_0),
     "leaks-shm": ("started again, child and memory gone", 30, leaks),
     "ignores-term": ("stopped after the stop limit", 25, ignores_term),
-    "hangs-after": ("found by the watchdog, started again", HANG_S + 30, hangs),
-    "long-prefill": ("left alone", 45, long_prefill),
+    "hangs-after": ("found by the watchdog while others wait, started again", HANG_S + 30, hangs),
+    "hangs-after-blind": (
+        "the same, though no metric moves within a prefill",
+        HANG_BLIND_S + 30,
+        lambda made: hangs(made, HANG_BLIND_S),
+    ),
+    "long-prefill": ("left alone, though longer than a stall", 45, long_prefill),
+    "long-prefill-blind": ("left alone", 45, long_prefill),
     "floods": ("no line lost or doubled, serves", 45, floods),
 }
 

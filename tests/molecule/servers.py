@@ -18,6 +18,7 @@ from typing import Any
 
 from bringup.planned import (
     ApiKey,
+    Drift,
     Endpoints,
     HostPlan,
     LogRotation,
@@ -31,14 +32,24 @@ from bringup.planned import (
 
 PREFIX = "/opt/bringup/envs/llama"
 FOLDER = "/srv/models/words"
-NESTED: Mapping[str, type] = {"restart": Restart, "logs": LogRotation, "api_key": ApiKey}
+NESTED: Mapping[str, type] = {"logs": LogRotation, "api_key": ApiKey}
 
 
 def service(**changes: Any) -> Service:
     """The lab's server, with these fields changed."""
     port = int(changes.get("port", 8000))
     argv = [f"{PREFIX}/bin/python", "/opt/bringup/lib/llama_serve.py", "--model", f"{FOLDER}/words.gguf"]
-    argv += ["--alias", "words", "--host", "127.0.0.1", "--port", str(port), "--metrics", "--threads", "1"]
+    argv += [
+        "--alias",
+        "words",
+        "--host",
+        str(changes.get("bind", "127.0.0.1")),
+        "--port",
+        str(port),
+        "--metrics",
+        "--threads",
+        "1",
+    ]
     made = Service(
         name="words",
         unit="bringup-words",
@@ -57,9 +68,9 @@ def service(**changes: Any) -> Service:
         gpus=(),
         placement=Placement(),
         warm_up=(WarmUp(16, 8, 2),),
-        restart=Restart(calendar="*-*-* 04:00:00", spread_s=600, postpone_s=20, drain_s=5),
+        restart=Restart(calendar="*-*-* 04:00:00", spread_s=600, postpone_s=300, drain_s=20),
         logs=LogRotation(),
-        start_timeout_s=40,
+        start_timeout_s=120,
         stop_timeout_s=20,
         probe_timeout_s=10,
         log_markers={"model": "model loaded|load_model"},
@@ -74,6 +85,8 @@ def service(**changes: Any) -> Service:
 
 
 def _field(name: str, value: Any) -> Any:
+    if name == "restart":
+        return Restart(**{**value, "drift": Drift(**value.get("drift", {}))})
     if name in NESTED and isinstance(value, Mapping):
         return NESTED[name](**value)
     return tuple(value) if isinstance(value, list) else value

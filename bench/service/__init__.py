@@ -1,0 +1,1 @@
+"""What the service promises, measured on lab nodes: rolling restarts, rotations, reboots."""
