@@ -457,6 +457,9 @@ def quality(series: Series, metric: str = "output_tok_s") -> tuple[str, ...]:
             stats.count >= FEWEST_FOR_INTERVAL and not stats.conclusive,
             lambda: "too noisy to conclude from",
         ),
-        (stats.count < FEWEST_FOR_INTERVAL, lambda: f"only {stats.count} runs: no interval"),
+        (
+            stats.count < FEWEST_FOR_INTERVAL,
+            lambda: f"{stats.count} of the {FEWEST_FOR_INTERVAL} runs that an interval needs",
+        ),
     ]
     return tuple(text() for wrong, text in checks if wrong)

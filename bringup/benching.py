@@ -287,7 +287,7 @@ def measured_of(
     failed = [request.error for run in series.runs for request in run.requests if request.error]
     notes = list(bench.quality(series))
     if lag_ms > load.LAG_LIMIT_MS:
-        notes.append(f"this client was late by {lag_ms:.0f} ms: times cannot be trusted")
+        notes.append("this client was late: times cannot be trusted")
     if busy_percent is not None and busy_percent > BUSY_LIMIT_PERCENT:
         notes.append(f"the client used {busy_percent:.0f} % of a core: it may be what was measured")
     return Measured(

@@ -17,15 +17,18 @@ COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b", "#2f4b4b", "#a
 """Distinct without relying on red against green alone; lines are labelled as well."""
 TICKS = 5
 CDF_POINTS = 200
+FRONTIER = "beaten by none in both"
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: right; }
-th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-.wide { overflow-x: auto; } .wide td:first-child { white-space: nowrap; } .wide td:last-child { min-width: 11rem; }
-figure { margin: 1.5rem 0; } .note, li, h1, h2 { overflow-wrap: anywhere; }
+th:first-child, td:first-child, .verdict th, .verdict td { text-align: left; }
+.wide { overflow-x: auto; } .wide td:first-child { white-space: nowrap; }
+.verdict td:last-child { min-width: 11rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 0 2rem; }
+figure { margin: 1.5rem 0; min-width: 0; } .note, li, h1, h2 { overflow-wrap: anywhere; }
 svg { display: block; width: 100%; max-width: 600px; height: auto; }
 svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1.2rem; list-style: none; margin: 0; padding: 0; font-size: 13px; }
@@ -39,12 +42,14 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A labelled series of points; `marks` draws the points themselves, `path` joins them."""
+    """A labelled series of points; `marks` draws the points themselves, `path` joins them. `spans`: for each
+    point the lower and upper end of what it varies by, drawn as a thin line."""
 
     label: str
     points: tuple[Point, ...]
     marks: bool = True
     path: bool = True
+    spans: tuple[Point, ...] = ()
 
 
 # --- charts ------------------------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def chart(title: str, across: str, up: str, lines: Sequence[Line]) -> str:
     if not lines:
         return ""
     x_ticks = ticks(max(x for line in lines for x, _ in line.points))
-    y_ticks = ticks(max(y for line in lines for _, y in line.points))
+    y_ticks = ticks(max(y for line in lines for y in (*_heights(line.points), *_heights(line.spans))))
 
     def place(point: Point) -> Point:
         x = LEFT + point[0] / x_ticks[-1] * (WIDTH - LEFT - RIGHT)
@@ -80,6 +85,10 @@ def chart(title: str, across: str, up: str, lines: Sequence[Line]) -> str:
     for at, line in enumerate(lines):
         parts += _drawn(line, COLOURS[at % len(COLOURS)], place)
     return _svg(title, parts) + _legend([line.label for line in lines])
+
+
+def _heights(points: Sequence[Point]) -> list[float]:
+    return [high for _, high in points]
 
 
 def _svg(title: str, parts: Sequence[str]) -> str:
@@ -128,6 +137,9 @@ def _drawn(line: Line, colour: str, place: Callable[[Point], Point]) -> list[str
     if line.path and len(placed) > 1:
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    for (across, _), (low, high) in zip(line.points, line.spans, strict=False):
+        (x, bottom), (_, top) = place((across, low)), place((across, high))
+        parts.append(f'<path d="M{x:.1f} {bottom:.1f}V{top:.1f}" stroke="{colour}" opacity="0.6"/>')
     if line.marks or len(placed) == 1:
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed]
     return parts
@@ -168,17 +180,21 @@ def waterfall(title: str, steps: Sequence[tuple[str, float]], unit: str = "tok/s
 
 
 def by_concurrency(result: BenchResult) -> list[Line]:
-    """Total output tokens a second against requests at once: one line for each shape that has several."""
+    """Total output tokens a second (median, P10 to P90) against requests at once: one line for each shape that
+    has several."""
     lines = []
     for target in result.targets:
-        shapes: dict[tuple[int, int], list[Point]] = {}
+        shapes: dict[tuple[int, int], list[tuple[Point, Point]]] = {}
         for item in target.measured:
             if item.load.rate is None and not item.load.note and (summary := item.summary):
                 shape = (item.load.prompt_tokens, item.load.output_tokens)
-                shapes.setdefault(shape, []).append((float(item.load.concurrent), summary.median))
+                stats = bench.summarise(summary.values)
+                point = (float(item.load.concurrent), stats.median)
+                shapes.setdefault(shape, []).append((point, (stats.p10, stats.p90)))
         for (prompt, output), points in shapes.items():
             if len(points) > 1:
-                lines.append(Line(_label(result, target, f"{prompt}->{output}"), tuple(sorted(points))))
+                dots, spans = zip(*sorted(points), strict=True)
+                lines.append(Line(_label(result, target, f"{prompt}->{output}"), dots, spans=spans))
     return lines
 
 
@@ -200,13 +216,26 @@ def _cdf(values: Sequence[float]) -> tuple[Point, ...]:
 
 
 def pareto(result: BenchResult) -> list[Line]:
-    """What one user gets against what all get together, a point for each load."""
-    return [
+    """What one user gets against what all get together, a point for each load; last the frontier, which joins
+    those that no other load beats in both."""
+    dots = [
         Line(_label(result, target, item.load.label), ((_one_user(item), summary.median),), path=False)
         for target in result.targets
         for item in target.measured
         if item.request_tok_s and (summary := item.summary)
     ]
+    best = frontier([dot.points[0] for dot in dots])
+    return [*dots, Line(FRONTIER, best, marks=False)] if len(best) > 1 else dots
+
+
+def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points that no other one beats in both directions, from left to right."""
+    kept = [one for one in points if not any(other != one and _beats(other, one) for other in points)]
+    return tuple(sorted(set(kept)))
+
+
+def _beats(one: Point, other: Point) -> bool:
+    return one[0] >= other[0] and one[1] >= other[1]
 
 
 def _one_user(item: Measured) -> float:
@@ -228,18 +257,24 @@ def page(
 ) -> str:
     """The whole page. `ladder`: settings in the order they were tried, with their rates."""
     charts = [
-        chart("Output against concurrency", "requests at once", "tok/s", by_concurrency(result)),
-        chart("One user against all", "tok/s of one request", "tok/s of all", pareto(result)),
+        chart("Output against concurrency, P10 to P90", "requests at once", "tok/s", by_concurrency(result)),
+        chart("One user against all (Pareto)", "tok/s of one request", "tok/s of all", pareto(result)),
         chart("Time to the whole answer", "ms", "% of requests", latencies(result)),
         waterfall("What each step added", ladder),
     ]
     body = [f"<h1>{escape(result.suite)}</h1>", f"<p>{escape(result.started)}, {result.took_s:.0f} s</p>"]
     for target in result.targets:
         body += [f"<h2>{escape(target.name)}</h2>", _fingerprint(target)]
-        body += [_table(COLUMNS, rows(target)), _beside(target)]
+        *columns, _ = COLUMNS
+        body += [
+            _table(columns, [row[:-1] for row in rows(target)]),
+            _list(load_notes(target)),
+            _beside(target),
+        ]
     if against is not None:
         body.append(_verdict(against))
-    body += [f"<figure>{drawn}</figure>" for drawn in charts if drawn]
+    figures = "".join(f"<figure>{drawn}</figure>" for drawn in charts if drawn)
+    body.append(f'<div class="charts">{figures}</div>')
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -255,16 +290,33 @@ def _fingerprint(target: TargetResult) -> str:
     return f'<p class="note">{shown}</p>'
 
 
+def load_notes(target: TargetResult) -> list[str]:
+    """What must be known of the loads, each note once with the loads that it is about."""
+    about: dict[str, list[str]] = {}
+    for load, *_, note in rows(target):
+        for part in filter(None, note.split("; ")):
+            about.setdefault(part, []).append(load)
+    count = len(target.measured)
+    return [
+        f"{'all loads' if len(loads) == count > 1 else ', '.join(loads)}: {note}"
+        for note, loads in about.items()
+    ]
+
+
 def _beside(target: TargetResult) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in beside_lines(target))
-    return f"<ul>{lines}</ul>" if lines else ""
+    return _list(beside_lines(target))
 
 
-def _table(columns: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def _list(lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _table(columns: Sequence[str], body: Sequence[Sequence[str]], kind: str = "wide") -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-    return f'<div class="wide">{table}</div>'
+    return f'<div class="{kind}">{table}</div>'
 
 
 def _verdict(found: Against) -> str:
@@ -273,5 +325,5 @@ def _verdict(found: Against) -> str:
         for label, item in found.comparisons.items()
     ]
     kind = found.verdict.replace(" ", "-")
-    table = _table(("load", "verdict", "median", "tail", "reason"), lines)
+    table = _table(("load", "verdict", "median", "tail", "reason"), lines, "wide verdict")
     return f'<h2 class="{kind}">Verdict: {escape(found.verdict)}</h2>{table}'

@@ -4,6 +4,7 @@ what tuning changed is put back.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bringup import ROOT
+from bringup import ROOT, suites
 from bringup.errors import Exit
 from tests.e2e.site import Done, Site, answers
 
@@ -19,6 +20,9 @@ OUTPUT_TOKENS = 32
 SMOKE = {"32->32": 6 * OUTPUT_TOKENS, "4x 32->32": 3 * 8 * OUTPUT_TOKENS}
 """The suite's loads and the tokens that their runs ask for together."""
 TRIES = 4
+SCALE = 0.03
+"""Of the sources' suites: their shortest answers are six tokens then, and S3 takes its rates for 16 s."""
+SUITE_LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,32 @@ def test_log_memory_versions_and_the_tunnels_cost_lie_beside_it(measured: Done) 
     folder = ROOT / "runs" / measured.data["run"]
     for name in ("bench.json", "bench.csv", "report.html", "record.json"):
         assert (folder / name).stat().st_mode & 0o077 == 0, name
+
+
+@pytest.mark.parametrize("name", ["S1", "S2", "S3"])
+def test_the_sources_suites_run_with_every_load_run_and_token(pair: Site, measured: Done, name: str) -> None:
+    """At a share of their lengths: the same loads, runs, requests at once and rates, in seconds."""
+    done = pair.invoke(
+        "bench",
+        "--limit",
+        pair.names[0],
+        "--suite",
+        name,
+        "--scale",
+        str(SCALE),
+        "--json",
+        limit=SUITE_LIMIT_S,
+    )
+    assert done.code == Exit.DONE, done.text
+    assert done.data["suite"] == f"{name} at {SCALE:g} of its lengths"
+    (target,) = done.data["targets"]
+    assert target["left_out"] == []
+    steps = suites.scaled(suites.load(name), SCALE).steps
+    assert [item["load"] for item in target["measured"]] == [dataclasses.asdict(step.load) for step in steps]
+    for step, item in zip(steps, target["measured"], strict=True):
+        runs = step.cold_runs + step.warm_runs
+        assert len(item["values"]["output_tok_s"]) == len(item["cold"]) == runs
+        assert (item["errors"], item["output_tokens"]) == (0, runs * step.requests_a_run * step.output_tokens)
 
 
 def test_a_server_against_itself_is_the_same_or_cannot_be_told(pair: Site, measured: Done) -> None:

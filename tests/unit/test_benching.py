@@ -209,8 +209,8 @@ def test_the_page_is_whole_self_contained_and_escaped(result: benching.BenchResu
     assert "<script" not in page
     titles = [svg.get("aria-label") for svg in svgs(page)]
     assert titles == [
-        "Output against concurrency",
-        "One user against all",
+        "Output against concurrency, P10 to P90",
+        "One user against all (Pareto)",
         "Time to the whole answer",
         "What each step added",
     ]
@@ -226,6 +226,24 @@ def test_charts_keep_every_point_inside(result: benching.BenchResult) -> None:
 def test_throughput_is_drawn_over_concurrency(result: benching.BenchResult) -> None:
     (line,) = benchreport.by_concurrency(result)
     assert [at_once for at_once, _ in line.points] == [1, 2, 4]
+    assert all(
+        low <= middle <= high for (_, middle), (low, high) in zip(line.points, line.spans, strict=True)
+    )
+
+
+def test_the_frontier_joins_what_no_load_beats_in_both() -> None:
+    points = [(40.0, 40.0), (30.0, 120.0), (20.0, 110.0), (10.0, 200.0), (10.0, 150.0)]
+    assert benchreport.frontier(points) == ((10.0, 200.0), (30.0, 120.0), (40.0, 40.0))
+    assert benchreport.frontier([]) == ()
+
+
+def test_a_note_stands_once_with_the_loads_that_it_is_about(result: benching.BenchResult) -> None:
+    noted = [
+        dataclasses.replace(item, notes=("late", "twice") if number == 1 else ("late",))
+        for number, item in enumerate(result.targets[0].measured)
+    ]
+    target = dataclasses.replace(result.targets[0], measured=tuple(noted))
+    assert benchreport.load_notes(target) == ["all loads: late", "2x 40->8: twice"]
 
 
 @pytest.mark.parametrize(
