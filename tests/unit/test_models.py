@@ -105,10 +105,9 @@ def test_a_check_compares_and_writes_nothing(tmp_path: Path, hub: tuple[Hub, str
         models.lock("demo", {}, catalog=known, root=tmp_path)
 
 
-def test_a_model_on_no_hub_cannot_be_locked(tmp_path: Path) -> None:
-    known = catalog(tmp_path / "catalog")
-    with pytest.raises(UsageError, match="on no hub"):
-        models.lock("demo", {}, catalog=known, root=tmp_path)
+def test_a_model_that_is_made_here_has_no_hub_to_be_locked_from() -> None:
+    with pytest.raises(UsageError, match=r"is made here by catalog/models/make/words\.py"):
+        models.lock("words", {})
 
 
 @pytest.mark.parametrize(
