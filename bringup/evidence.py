@@ -28,8 +28,17 @@ FIRST_KEPT = 60
 LAST_KEPT = 20
 """Matching lines of one pattern that are kept with their text; the others are only counted."""
 
-FULL = 2_000
-"""Matches of one pattern after which only the end of the log is still read for it."""
+ALIKE = 8
+"""Lines of one kind that are read in full; further ones are only counted, except at the end of the log."""
+
+KINDS = 50_000
+"""Kinds of lines that are remembered; then forgotten, so that memory stays flat."""
+
+REACH = 40
+"""Bytes after the word that led to a line in which a number tells one kind from another."""
+
+_VARYING = b"0123456789abcdef"
+"""Letters of numbers, addresses and identifiers: lines that differ in these alone are of one kind."""
 
 MAX_MEMBERS = 10_000
 """Files of one archive."""
@@ -89,58 +98,79 @@ Source = tuple[str, BinaryIO]
 def read(sources: Iterable[Source], library: failures.Library) -> Reading:
     """One pass over every source."""
     reading = Reading()
-    tables = tuple(library.by_anchor.values())
+    tables = library.tables
+    kinds: dict[int, _Kind] = {}
     for name, stream in sources:
         number = 1
         for chunk, is_last in _with_last(_chunks(stream)):
             if len(reading.head) < CHUNK // 16:
                 reading.head += chunk[: CHUNK // 16].decode("utf-8", "replace")
-            number = _scan(reading, library, tables, name, chunk, number, is_last)
+            number = _scan(reading, tables, kinds, name, chunk, number, is_last)
         reading.lines += number - 1
     return reading
 
 
+@dataclass(slots=True)
+class _Kind:
+    """How often lines of one kind were seen, and what those that were read in full matched."""
+
+    seen: int = 0
+    hits: dict[str, Hits] = field(default_factory=dict)
+
+
 def _scan(
     reading: Reading,
-    library: failures.Library,
-    tables: tuple[tuple[failures.Piece, ...], ...],
+    tables: failures.Tables,
+    kinds: dict[int, _Kind],
     name: str,
     chunk: bytes,
     number: int,
     is_last: bool,
 ) -> int:
-    """Match one chunk of whole lines that begins with line `number`; returns the next chunk's number."""
+    """Match one chunk of whole lines that begins with line `number`; returns the next chunk's number.
+
+    Lines are of one kind when they have the same letters apart from numbers and identifiers, were led to by the
+    same words, and, where a pattern asks for numbers, have the same numbers there: a burst costs its counting.
+    """
     reading.size += len(chunk)
     lowered = chunk.lower()
     split = b"\r" in chunk
     counted = 0
-    line_start = line_end = -1
-    wanted: dict[failures.Piece, None] = {}
-
-    def flush() -> None:
-        nonlocal number, counted
+    hits = iter(tables.finder.find(lowered))
+    start, anchor = next(hits, _NONE)
+    while anchor >= 0:
+        line_start, line_end = _bounds(chunk, start, split)
         line = lowered[line_start:line_end]
+        key: list[int | bytes] = [line.translate(None, _VARYING)]
+        anchors: list[int] = []
+        while start < line_end and anchor >= 0:
+            anchors.append(anchor)
+            numeric = tables.numeric[anchor]
+            if numeric:
+                key.append(lowered[start : min(start + REACH, line_end)] if numeric == 1 else line)
+            start, anchor = next(hits, _NONE)
+        key += anchors
+        identity = hash(tuple(key))
+        kind = kinds.get(identity)
+        if kind is None:
+            if len(kinds) >= KINDS:
+                kinds.clear()
+            kind = kinds[identity] = _Kind()
+        kind.seen += 1
+        if kind.seen > ALIKE and not (is_last and kind.hits):
+            for found in kind.hits.values():
+                found.count += 1
+            continue
+        wanted = dict.fromkeys(piece for index in anchors for piece in tables.pieces[index])
         pieces = [piece for piece in wanted if piece.may_match(line)]
-        wanted.clear()
         if pieces:
             number += chunk.count(b"\n", counted, line_start)
             counted = line_start
-            _match(reading, pieces, name, chunk[line_start:line_end], number)
-
-    for start, anchor in library.finder.find(lowered):
-        if start >= line_end:
-            if wanted:
-                flush()
-            line_start, line_end = _bounds(chunk, start, split)
-        for piece in tables[anchor]:
-            hits = reading.hits.get(piece.pattern)
-            if hits is None or hits.count < FULL or is_last:
-                wanted[piece] = None
-            else:
-                hits.count += 1
-    if wanted:
-        flush()
+            kind.hits.update(_match(reading, pieces, name, chunk[line_start:line_end], number))
     return number + chunk.count(b"\n", counted)
+
+
+_NONE = (-1, -1)
 
 
 def _bounds(chunk: bytes, at: int, split: bool) -> tuple[int, int]:
@@ -155,17 +185,20 @@ def _bounds(chunk: bytes, at: int, split: bool) -> tuple[int, int]:
     return start, max(end, at + 1)
 
 
-def _match(reading: Reading, pieces: Iterable[failures.Piece], name: str, raw: bytes, number: int) -> None:
-    """Add a hit for each pattern of which a piece matches a record of the line."""
+def _match(
+    reading: Reading, pieces: Iterable[failures.Piece], name: str, raw: bytes, number: int
+) -> dict[str, Hits]:
+    """Add a hit for each pattern of which a piece matches a record of the line; returns those patterns' hits."""
+    matched: dict[str, Hits] = {}
     for text in logtext.records(raw):
-        if logtext.is_echo(text):
-            continue
         found = dict.fromkeys(piece.pattern for piece in pieces if piece.regex.search(text))
-        if found:
+        if found and not logtext.is_echo(text):
             reading.order += 1
             hit = Hit(name, number, reading.order, text)
             for pattern in found:
-                reading.hits.setdefault(pattern, Hits()).add(hit)
+                hits = matched[pattern] = reading.hits.setdefault(pattern, Hits())
+                hits.add(hit)
+    return matched
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
@@ -96,7 +97,8 @@ def xid_pattern(codes: Sequence[int]) -> str:
     """
     listed = "|".join(str(code) for code in codes)
     between = (
-        r"(?:[\s:=#>`'\"(-]|pci:[\w:.]+|[0-9a-f]{4,8}:[\w:.]+|\)|errors?\b|codes?\b|events?\b|number\b){0,8}"
+        r"(?:[\s:=#>`'\"(-]|pci:[\w:.]+|gpu-c?i:\d+|[0-9a-f]{4,8}:[\w:.]+|\)"
+        r"|errors?\b|codes?\b|events?\b|number\b){0,8}"
     )
     return rf"\b(?:xid|xids)\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
 
@@ -166,6 +168,11 @@ class Failure(entries.Entry):
         return _checked(value)
 
 
+_TIMES = re.compile(r"\{\d*,?\d*\}")
+_NUMBER = re.compile(r"\\d|\d")
+_OPENING = re.compile(r"^(?:\\b|\(\?:|\^|\\s\*)+")
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """One alternative of a clause's pattern: the texts a line must contain, cheapest first, and the rest.
@@ -188,9 +195,33 @@ class Piece:
         edge = logtext.EDGE.encode()
         return tuple(tuple(text.strip(edge) for text in texts) for texts in self.needs[1:])
 
+    def numeric(self, anchor: bytes) -> Numeric:
+        """Where numbers decide whether it matches: after the anchor when the pattern begins with it."""
+        if not _NUMBER.search(_TIMES.sub("", self.text)):
+            return Numeric.NOWHERE
+        begin = _OPENING.sub("", self.text).lower().encode()
+        return Numeric.AFTER if begin.startswith(anchor.strip(multifind.EDGE)) else Numeric.ANYWHERE
+
     def may_match(self, lowered: bytes) -> bool:
         """Whether the lower-case line has all it must contain."""
         return all(any(text in lowered for text in texts) for texts in self.others)
+
+
+class Numeric(IntEnum):
+    """Where the numbers stand that the patterns of an anchor ask for."""
+
+    NOWHERE = 0
+    AFTER = 1
+    ANYWHERE = 2
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The anchors by number: what finds them, the pieces of each, and where its numbers count (Numeric)."""
+
+    finder: multifind.Finder
+    pieces: tuple[tuple[Piece, ...], ...]
+    numeric: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -201,8 +232,16 @@ class Library:
     by_anchor: Mapping[bytes, tuple[Piece, ...]] = field(repr=False)
 
     @cached_property
-    def finder(self) -> multifind.Finder:
-        return multifind.Finder(self.by_anchor)
+    def tables(self) -> Tables:
+        """Ready for reading."""
+        return Tables(
+            multifind.Finder(self.by_anchor),
+            tuple(self.by_anchor.values()),
+            tuple(
+                int(max(piece.numeric(anchor) for piece in pieces))
+                for anchor, pieces in self.by_anchor.items()
+            ),
+        )
 
 
 UNUSUAL = (

@@ -31,6 +31,7 @@ COMMON = frozenset((
     "running", "service", "missing", "host", "hub", "using", "with", "from", "for", "not", "the", "kv",
     "access", "wait", "all", "and", "address", "thread", "time", "run", "local", "name", "line", "set",
     "prefill", "decode", "queue", "chunk", "stream", "expert", "step", "length", "rate", "len", "no",
+    "code", "client", "status", "return", "get", "head", "post", "key", "type", "value",
 ))
 # fmt: on
 """Anchors that healthy logs are full of: another literal of the pattern is better."""
@@ -250,6 +251,6 @@ def _worth(texts: frozenset[str]) -> tuple[float, int]:
 
 def _rarity(text: str) -> float:
     """How seldom the text is in a log, by its words: the letters beside those of common words."""
-    words = re.findall(r"[a-z]{3,}|[^\x00-\x7f]+", text)
+    words = re.findall(r"(?=[0-9]*[a-z])[a-z0-9]{3,}|[^\x00-\x7f]+", text)
     uncommon = sum(len(word) for word in words if word.rstrip("s") not in COMMON)
     return min(uncommon, 16) + text.count(EDGE) / 2 + min(len(text), 32) / 128
