@@ -34,6 +34,17 @@ def _end(code: int) -> None:
         raise Exit(code=int(code))
 
 
+def _at_least(least: float, **given: float) -> None:
+    """Raises UsageError that names every number below `least` by its flag."""
+    low = [
+        _errors.Problem(f"--{name.replace('_', '-')}", f"{value} is less than {least}")
+        for name, value in given.items()
+        if value < least
+    ]
+    if low:
+        raise _errors.UsageError(low)
+
+
 def _extra(pairs: Sequence[str]) -> dict[str, str]:
     """`KEY=VALUE` words as a mapping. Raises UsageError for every word without an equals sign."""
     wrong = [pair for pair in pairs if "=" not in pair]
@@ -159,7 +170,7 @@ def status(
 
     chosen = looking.targets(inventory, limit, service)
     if watch:
-        report.watch_status(looking.watch(chosen), inventory)
+        report.watch_status(looking.watch(chosen), inventory, as_json=json)
         return
     rows = looking.status(chosen)
     report.show_status(rows, as_json=json)
@@ -190,11 +201,15 @@ def logs(
     """Show the servers' logs, of many hosts at once, each line with where it is from."""
     from bringup import looking, report
 
+    _at_least(0, lines=lines)
+    if follow and last_crash:
+        raise _errors.UsageError(_errors.Problem("--follow", "contradicts --last-crash, which is over"))
     chosen = looking.targets(inventory, limit, service)
     if last_crash:
         _end(report.show_crashes(looking.crashes(chosen, lines), as_json=json)[0])
     else:
-        _end(report.show_logs(looking.logs(chosen, lines, follow=follow), as_json=json))
+        found = looking.logs(chosen, lines, follow=follow)
+        _end(report.show_logs(found, as_json=json, as_it_comes=follow))
 
 
 @task(
@@ -328,6 +343,7 @@ def execute(
     command = commandline.remainder()
     if not command:
         raise _errors.UsageError("exec: nothing to run. Put the command after --, as in: -- uptime")
+    _at_least(1, at_once=at_once, seconds=seconds)
     names = fleet.matching(fleet.groups_of(inventory), limit)
     confirm.disruptive(f"exec {command}", inventories.folder_of(inventory).name, names, yes=yes)
     rows = looking.execute(fleet.hosts_of(inventory, names), command, at_once, seconds)
@@ -645,12 +661,13 @@ def history_list(
     """List the runs: who did what where, how it ended, how long it took."""
     from bringup import report, runindex, runs
 
+    _at_least(1, number=number)
     if verify:
         _end(report.show_chain(runs.verify(), len(runs.ids()), as_json=json))
     else:
         # By the folder's name, also when the folder is gone: records outlive inventories.
         name = Path(inventory).name if inventory else None
-        report.show_history(runindex.listed(name, number), as_json=json)
+        report.show_history(runindex.listed(name, number), name, as_json=json)
 
 
 @task(

@@ -7,6 +7,7 @@ steps of its `Program` where that is decided; nothing else of it is touched.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -84,7 +85,8 @@ def _parsing(inner: Callable[[Program], None]) -> Callable[[Program], None]:
             raise exceptions.Exit(_message(self, error), code=int(Exit.USAGE)) from None
         except ValueError as error:
             value = str(error).rpartition(":")[2].strip()
-            raise exceptions.Exit(f"{value} should be a number", code=int(Exit.USAGE)) from None
+            where = _flag_of(self, value.strip("'"))
+            raise exceptions.Exit(f"{where}{value} should be a number", code=int(Exit.USAGE)) from None
 
     return parse_tasks
 
@@ -112,6 +114,14 @@ def _refuse_unknown_flags(program: Program, contexts: Sequence[Any]) -> None:
             raise exceptions.Exit(f"{text}\nSee: invoke --help {words[0]}", code=int(Exit.USAGE))
         argument = flags.get(name)
         expecting = argument is not None and argument.takes_value and not equals
+
+
+def _flag_of(program: Program, value: str) -> str:
+    """`--flag: ` for the flag that was given a value, "" when it cannot be told."""
+    words = list(program.core.unparsed)
+    flags = [word.partition("=")[0] for word in words if word.startswith("-") and word.endswith(f"={value}")]
+    flags += [flag for flag, word in itertools.pairwise(words) if word == value]
+    return f"{flags[0]}: " if flags and flags[0].startswith("-") else ""
 
 
 def _all_names(context: Any) -> set[str]:

@@ -238,7 +238,8 @@ def logs(chosen: Sequence[Target], lines: int, *, follow: bool = False) -> Itera
     """(host, service, line) of each service's log: the last `lines`, and with `follow` what comes, until
     interrupted.
 
-    A host that cannot be reached gives one line that says so, from the service called `!`.
+    A host that cannot be reached gives one line that says so, from the service called `!!`; one without the log
+    or whose command fails, from the service called `!`.
     """
     import queue
 
@@ -262,7 +263,7 @@ def logs(chosen: Sequence[Target], lines: int, *, follow: bool = False) -> Itera
             if ran.code:
                 inbox.put((host.name, "!", ran.err.strip()))
         except BringupError as error:
-            inbox.put((host.name, "!", error.problems[0].what))
+            inbox.put((host.name, "!!", error.problems[0].what))
         finally:
             inbox.put(None)
 
@@ -278,7 +279,7 @@ def logs(chosen: Sequence[Target], lines: int, *, follow: bool = False) -> Itera
 
 
 def execute(hosts: Sequence[Host], command: str, at_once: int, limit_s: float) -> list[dict[str, Any]]:
-    """A shell command on every host: rows of host, code, out, err; code 255 for a host that was not
+    """A shell command on every host: rows of host, reached, code, out, err; code 255 for a host that was not
     reached.
     """
     rows = []
@@ -287,9 +288,11 @@ def execute(hosts: Sequence[Host], command: str, at_once: int, limit_s: float) -
     ):
         if isinstance(ran, Exception):
             why = ran.problems[0].what if isinstance(ran, BringupError) else str(ran)
-            rows.append({"host": host.name, "code": 255, "out": "", "err": why})
+            rows.append({"host": host.name, "reached": False, "code": 255, "out": "", "err": why})
         else:
-            rows.append({"host": host.name, "code": ran.code, "out": ran.out, "err": ran.err})
+            rows.append(
+                {"host": host.name, "reached": True, "code": ran.code, "out": ran.out, "err": ran.err}
+            )
     return rows
 
 

@@ -62,6 +62,11 @@ def print_json(data: Mapping[str, Any]) -> None:
     print(json.dumps(whole, ensure_ascii=False, indent=2, default=str))
 
 
+def print_line(data: Mapping[str, Any]) -> None:
+    """One object on one line of stdout, at once: for what goes on until Ctrl-C."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **data}, ensure_ascii=False, default=str), flush=True)
+
+
 def show_run(record: RunRecord, *, as_json: bool = False, brief: bool = False) -> Exit:
     """Prints a finished run and gives its exit code. `brief` leaves the diffs out."""
     if as_json:
@@ -332,10 +337,14 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def watch_status(states: Iterable[Sequence[Mapping[str, Any]]], title: str) -> None:
-    """The status table, redrawn on a terminal and printed again elsewhere, until Ctrl-C."""
-    from datetime import datetime
+def watch_status(states: Iterable[Sequence[Mapping[str, Any]]], title: str, *, as_json: bool = False) -> None:
+    """The status table, redrawn on a terminal and printed again elsewhere, until Ctrl-C; as JSON an object a line."""
+    from datetime import UTC, datetime
 
+    if as_json:
+        for rows in states:
+            print_line({"at": datetime.now(UTC).isoformat(timespec="seconds"), "services": list(rows)})
+        return
     out = console()
     if not out.is_terminal:
         for rows in states:
@@ -361,18 +370,24 @@ def show_answers(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) ->
         out.print(answer_line(row), style="red" if row.get("error") else "", markup=False)
 
 
-def show_logs(found: Iterable[tuple[str, str, str]], *, as_json: bool = False) -> Exit:
-    """Log lines with host and service before each, as they come; FAILED when a host gave none."""
+def show_logs(
+    found: Iterable[tuple[str, str, str]], *, as_json: bool = False, as_it_comes: bool = False
+) -> Exit:
+    """Log lines with host and service before each, as they come (as JSON in one object at the end, or `as_it_comes`
+    an object a line); UNREACHABLE when a host was not reached, else FAILED when one gave none.
+    """
     code, kept = Exit.DONE, []
     for host, service, line in found:
-        if service == "!":
-            code = Exit.FAILED
-            print(f"{host}: {line}", file=sys.stderr)
+        if service in ("!", "!!"):
+            code = max(code, Exit.UNREACHABLE if service == "!!" else Exit.FAILED)
+            print(f"{host}: {line}", file=sys.stderr, flush=True)
+        elif as_json and as_it_comes:
+            print_line({"host": host, "service": service, "line": line})
         elif as_json:
             kept.append({"host": host, "service": service, "line": line})
         else:
             print(f"{host} {service} | {line}", flush=True)
-    if as_json:
+    if as_json and not as_it_comes:
         print_json({"lines": kept})
     return code
 
@@ -552,7 +567,9 @@ def show_nodes(nodes: Sequence[Node], *, as_json: bool = False) -> None:
 
 
 def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:
-    """What a command said, hosts that said the same together; FAILED when it failed somewhere."""
+    """What a command said, hosts that said the same together; UNREACHABLE when a host was not reached, else FAILED
+    when the command failed somewhere.
+    """
     from bringup import looking
 
     if as_json:
@@ -560,12 +577,14 @@ def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -
     else:
         out = console()
         for hosts, row in looking.grouped(rows):
-            ended = "" if row["code"] == 0 else f"  (exit {row['code']})"
+            ended = f"  (exit {row['code']})" if row["reached"] else "  (not reached)"
+            ended = "" if row["code"] == 0 else ended
             out.print(f"{', '.join(hosts)}{ended}", style="bold" if not ended else "bold red", markup=False)
             for line in (row["out"] + row["err"]).splitlines():
                 out.print(f"    {line}", markup=False)
-    codes = {row["code"] for row in rows}
-    return Exit.UNREACHABLE if 255 in codes else Exit.DONE if codes <= {0} else Exit.FAILED
+    if not all(row["reached"] for row in rows):
+        return Exit.UNREACHABLE
+    return Exit.FAILED if any(row["code"] for row in rows) else Exit.DONE
 
 
 def show_chain(problems: Sequence[Problem], count: int, *, as_json: bool = False) -> Exit:
@@ -580,13 +599,15 @@ def show_chain(problems: Sequence[Problem], count: int, *, as_json: bool = False
     return Exit.FAILED if problems else Exit.DONE
 
 
-def show_history(records: Sequence[RunRecord], *, as_json: bool = False) -> None:
-    """The list of runs, newest first."""
+def show_history(
+    records: Sequence[RunRecord], inventory: str | None = None, *, as_json: bool = False
+) -> None:
+    """The list of runs (of an inventory), newest first."""
     if as_json:
         print_json({"runs": [brief(record) for record in records]})
         return
     if not records:
-        print("No runs yet.", file=sys.stderr)
+        print(f"No runs of {inventory} yet." if inventory else "No runs yet.", file=sys.stderr)
         return
     rows = [
         (
