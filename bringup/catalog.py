@@ -130,6 +130,7 @@ class Thresholds(Entry):
     gpu_free_gib_at_least: NotNegative = 10
     hbm_share_of_effective: Share = 0.9
     host_link_share: Share = 0.85
+    nvlink_share: Share = 0.75
 
 
 class Platform(Entry):

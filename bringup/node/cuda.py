@@ -41,6 +41,33 @@ SMOKE_LIMIT_S = 180
 """Seconds that asking the GPUs may take: without persistence each is initialised first."""
 
 LINK_LIMIT_S = 60
+NVBANDWIDTH = {
+    "host_to_device_memcpy_ce": "host_gbps",
+    "device_to_device_memcpy_read_ce": "peer_gbps",
+}
+"""Tests of nvbandwidth that are asked for, and what each is to us."""
+
+P2P = {"Unidirectional P2P=Enabled": "peer_gbps"}
+"""The table of p2pBandwidthLatencyTest that is about the links between GPUs."""
+
+TOOLS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "nvbandwidth": (("--testcase", *NVBANDWIDTH), NVBANDWIDTH),
+    "p2pBandwidthLatencyTest": ((), P2P),
+}
+"""Tools that time copies between GPUs: how each is called, and its tables."""
+
+TOOL_FOLDERS = ("bin", "extras/demo_suite")
+"""Where in a toolkit such tools lie, beside PATH."""
+
+TOOL_LIMIT_S = 600
+"""Seconds that one may take: between 8 GPUs there are 56 directions."""
+
+FIGURES = {
+    "host_gbps": "from host memory",
+    "memory_gbps": "within its memory",
+    "peer_gbps": "from or to another GPU",
+}
+
 COPY_BYTES = 256 * 1024 * 1024
 COPIES = 8
 MINOR = 76
@@ -248,6 +275,59 @@ def _bandwidth(call: Any, device: ctypes.c_int) -> dict[str, float]:
     return {"host_gbps": round(to_gpu, 1), "memory_gbps": round(within, 1)}
 
 
+def tables(text: str) -> Iterator[tuple[str, list[list[float | None]]]]:
+    """The tables in what a tool printed: the two lines above each, and its rows (None: "N/A"). A table begins with
+    the numbers of its columns; each row begins with its own number."""
+    above: list[str] = []
+    columns = 0
+    rows: list[list[float | None]] = []
+    for line in [*text.splitlines(), ""]:
+        words = line.replace("D\\D", " ").split()
+        if columns and len(words) == columns + 1 and words[0].isdigit():
+            rows.append([None if word == "N/A" else float(word) for word in words[1:]])
+            continue
+        if rows:
+            yield " ".join(above[-2:]), rows
+            above = []
+        is_head = bool(words) and words == [str(number) for number in range(len(words))]
+        columns, rows = (len(words) if is_head else 0), []
+        if words and not is_head:
+            above.append(line.strip())
+
+
+def figures(text: str, meant: Mapping[str, str]) -> list[dict[str, float]]:
+    """The slowest copy of each kind in GB/s, a row a GPU, from what a tool printed. `meant`: words above a table ->
+    what it is to us. Between GPUs a copy counts for both."""
+    found: dict[int, dict[str, float]] = {}
+    for above, rows in tables(text):
+        for name in (name for words, name in meant.items() if words in above):
+            for number, row in enumerate(rows):
+                for other, speed in enumerate(row):
+                    if speed is None or (name == "peer_gbps" and number == other):
+                        continue
+                    for gpu in {number, other} if name == "peer_gbps" else {other}:
+                        known = found.setdefault(gpu, {})
+                        known[name] = min(speed, known.get(name, speed))
+    return [found[gpu] for gpu in sorted(found)]
+
+
+def timed_by_tool(folders: Sequence[str]) -> dict[str, Any]:
+    """What the first tool that is there says of copies between GPUs: {"tool", "rows"}, or {"tool", "problem"}; empty
+    without one. `folders`: where one may be beside PATH."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
+    for name, (options, meant) in TOOLS.items():
+        program = shutil.which(name, path=path)
+        if not program:
+            continue
+        code, said = run([program, *options], TOOL_LIMIT_S)
+        rows = figures(said, meant)
+        if code != 0 or not rows:
+            last = " | ".join(said.splitlines()[-3:])
+            return {"tool": program, "problem": f"ended with {code} and timed nothing: {last[-300:]}"}
+        return {"tool": program, "rows": rows}
+    return {}
+
+
 def smoke(bandwidth: bool = False) -> dict[str, Any]:
     """`ask` in a process of its own, which may hang or die: its answer, else {"problem": why}."""
     reader, writer = os.pipe()
@@ -286,7 +366,8 @@ def _read_answer(reader: int) -> dict[str, Any]:
 
 
 def complaints(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """What a smoke check found wrong. `expected`: gpus, sm, host_gbps, memory_gbps (at least; 0: do not mind)."""
+    """What a smoke check found wrong. `expected`: gpus, sm, host_gbps, memory_gbps, peer_gbps (at least; 0: do not
+    mind)."""
     if "problem" in answer:
         yield f"CUDA does not start: {answer['problem']}"
         return
@@ -296,9 +377,21 @@ def complaints(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
     for number, row in enumerate(rows):
         if expected["sm"] and row["sm"] and row["sm"] != expected["sm"]:
             yield f"GPU {number} ({row['name']}) has compute capability {row['sm']}, the platform {expected['sm']}"
-        for name, what in (("host_gbps", "from host memory"), ("memory_gbps", "within its memory")):
-            if expected[name] and name in row and row[name] < expected[name]:
-                yield f"GPU {number} copies {row[name]} GB/s {what}, at least {expected[name]:g} are expected"
+        yield from _too_slow(number, row, expected, "")
+
+
+def tool_complaints(timed: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    """The same of what a tool timed."""
+    if "problem" in timed:
+        yield f"{timed['tool']} {timed['problem']}"
+    for number, row in enumerate(timed.get("rows", ())):
+        yield from _too_slow(number, row, expected, f" ({timed['tool']})")
+
+
+def _too_slow(number: int, row: Mapping[str, float], expected: Mapping[str, Any], by: str) -> Iterator[str]:
+    for name, what in FIGURES.items():
+        if expected.get(name) and name in row and row[name] < expected[name]:
+            yield f"GPU {number} copies {row[name]} GB/s {what}{by}, at least {expected[name]:g} are expected"
 
 
 # --- on the node --------------------------------------------------------------------------------------------
@@ -318,8 +411,9 @@ def environment_file(variables: Mapping[str, str]) -> str:
 def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     """Links, the servers' environment, and a smoke check.
 
-    Gives {changed, changed_paths, toolkit, toolkit_version, links, smoke, problems, diff}. `given`: services (name,
-    drop_in, environment_file, keeps: variables that the plan sets itself), homes, expected, check_gpus, bandwidth.
+    Gives {changed, changed_paths, toolkit, toolkit_version, links, smoke, timed, problems, diff}. `given`: services
+    (name, drop_in, environment_file, keeps: variables that the plan sets itself), homes, expected, check_gpus,
+    bandwidth.
     Raises PlaceFailed, OSError.
     """
     found = toolkits(given["homes"])
@@ -349,11 +443,16 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and "libcuda.so.1" in libraries.loaded()
     answer = smoke(bool(given["bandwidth"])) if given["check_gpus"] and has_gpus else {}
     problems = list(complaints(answer, given["expected"])) if answer else []
+    timed: dict[str, Any] = {}
+    if answer and given["bandwidth"] and not check_only:
+        timed = timed_by_tool([f"{toolkit.home}/{name}" for name in TOOL_FOLDERS] if toolkit else [])
+        problems += tool_complaints(timed, given["expected"])
     return {
         **placed,
         "toolkit": toolkit.home if toolkit else "",
         "toolkit_version": toolkit.version if toolkit else "",
         "links": links,
         "smoke": answer,
+        "timed": timed,
         "problems": problems,
     }

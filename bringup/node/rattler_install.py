@@ -6,6 +6,7 @@ python -m rattler_install PREFIX CACHE FILE...       (the files are verified alr
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,4 +23,9 @@ async def install(prefix: str, cache: str, files: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{asyncio.run(install(sys.argv[1], sys.argv[2], sys.argv[3:]))} packages are installed")
+    print(
+        f"{asyncio.run(install(sys.argv[1], sys.argv[2], sys.argv[3:]))} packages are installed", flush=True
+    )
+    # Without taking the interpreter down in order: threads of the library may still give objects back to it then,
+    # which aborts a process that has done its work.
+    os._exit(0)

@@ -17,11 +17,14 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
     links, limits = host.expected.get("links") or {}, host.expected.get("thresholds") or {}
     effective = gpus.get("hbm_effective_gbps") or 0
     local = links.get("host_local_gbps") or 0
+    # What is said of NVLink is both directions together; a copy goes one way.
+    peer = (links.get("nvlink_gbps") or 0) / 2 if gpus["count"] > 1 else 0
     return {
         "cuda_runtime_expected": {
             "gpus": gpus["count"],
             "sm": gpus.get("sm") or "",
             "host_gbps": round(local * limits.get("host_link_share", 0.85), 1),
+            "peer_gbps": round(peer * limits.get("nvlink_share", 0.75), 1),
             "memory_gbps": round(effective * limits.get("hbm_share_of_effective", 0.9), 1),
         },
         "cuda_runtime_services": [

@@ -49,6 +49,10 @@ smoke:
   description: What CUDA said of the GPUs.
   returned: success
   type: dict
+timed:
+  description: What a tool on the node timed, C(tool) and C(rows), a row a GPU; empty without one, and unless C(bandwidth).
+  returned: success
+  type: dict
 """
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)

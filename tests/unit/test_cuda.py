@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
+from bringup import ROOT
 from bringup.node import cuda, libraries, undo
 from bringup.rolevars import cuda_runtime
 from tests.molecule.gpu_node import host
 
-EXPECTED: dict[str, Any] = {"gpus": 1, "sm": "9.0", "host_gbps": 46.8, "memory_gbps": 3330.0}
+EXPECTED: dict[str, Any] = {
+    "gpus": 1,
+    "sm": "9.0",
+    "host_gbps": 46.8,
+    "memory_gbps": 3330.0,
+    "peer_gbps": 337.5,
+}
+RECORDED = ROOT / "tests" / "cases" / "bandwidth"
+"""What tools printed on a real node with two H200 and NVLink between them."""
 # What one real GPU said (bringup/node/cuda.py: ask(bandwidth=True)).
 REAL = {"name": "NVIDIA H200", "sm": "9.0", "memory": 150109880320, "host_gbps": 55.1, "memory_gbps": 4123.6}
 
@@ -129,6 +138,85 @@ def test_what_the_gpus_say_is_compared_with_the_platform(
     assert all(word in text for word, text in zip(words, said, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("file", "tool", "rows"),
+    [
+        (
+            "nvbandwidth-0.8-2x-h200.txt",
+            "nvbandwidth",
+            [{"host_gbps": 53.88, "peer_gbps": 390.27}, {"host_gbps": 55.24, "peer_gbps": 390.27}],
+        ),
+        (
+            "p2pBandwidthLatencyTest-2x-h200.txt",
+            "p2pBandwidthLatencyTest",
+            [{"peer_gbps": 363.04}, {"peer_gbps": 363.04}],
+        ),
+    ],
+)
+def test_what_a_tool_printed_on_a_real_node_is_read(
+    file: str, tool: str, rows: list[dict[str, float]]
+) -> None:
+    text = (RECORDED / file).read_text()
+    assert cuda.figures(text, cuda.TOOLS[tool][1]) == rows
+    assert list(cuda.tool_complaints({"tool": tool, "rows": rows}, EXPECTED)) == []
+
+
+def test_every_table_of_a_tool_is_read_and_nothing_else() -> None:
+    text = (RECORDED / "nvbandwidth-0.8-2x-h200.txt").read_text()
+    found = dict(cuda.tables(text))
+    assert len(found) == 5
+    assert found[
+        "Running device_to_device_memcpy_read_ce. memcpy CE GPU(row) -> GPU(column) bandwidth (GB/s)"
+    ] == [
+        [None, 390.27],
+        [390.42, None],
+    ]
+    assert list(cuda.tables("no table\n 0 1\n\nGPU 0 is here\n 0 1 2 3\n")) == []
+
+
+def test_a_slow_link_is_named_at_both_its_ends_and_a_single_gpu_has_none() -> None:
+    text = (RECORDED / "nvbandwidth-0.8-2x-h200.txt").read_text().replace("390.42", " 37.69")
+    rows = cuda.figures(text, cuda.NVBANDWIDTH)
+    said = list(cuda.tool_complaints({"tool": "nvbandwidth", "rows": rows}, EXPECTED))
+    assert said == [
+        f"GPU {number} copies 37.69 GB/s from or to another GPU (nvbandwidth), at least 337.5 are expected"
+        for number in (0, 1)
+    ]
+    one = "Running host_to_device_memcpy_ce.\nbandwidth (GB/s)\n    0\n 0  12.5\n"
+    assert cuda.figures(one, cuda.NVBANDWIDTH) == [{"host_gbps": 12.5}]
+
+
+def tool(folder: Path, name: str, text: str) -> None:
+    """A program that prints what the real one had printed, and keeps its arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.txt").write_text(text)
+    program = folder / name
+    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\ncat {folder}/{name}.txt\n')
+    program.chmod(0o755)
+
+
+def test_the_first_tool_that_is_there_times_copies_between_gpus(tmp_path: Path) -> None:
+    assert cuda.timed_by_tool([str(tmp_path / "demo")]) == {}
+    tool(
+        tmp_path / "demo",
+        "p2pBandwidthLatencyTest",
+        (RECORDED / "p2pBandwidthLatencyTest-2x-h200.txt").read_text(),
+    )
+    found = cuda.timed_by_tool([str(tmp_path / "demo")])
+    assert (found["tool"], len(found["rows"])) == (f"{tmp_path}/demo/p2pBandwidthLatencyTest", 2)
+    tool(tmp_path / "bin", "nvbandwidth", (RECORDED / "nvbandwidth-0.8-2x-h200.txt").read_text())
+    found = cuda.timed_by_tool([str(tmp_path / "demo"), str(tmp_path / "bin")])
+    assert found["tool"] == f"{tmp_path}/bin/nvbandwidth"
+    asked = (tmp_path / "bin/asked").read_text().split()
+    assert asked == ["--testcase", "host_to_device_memcpy_ce", "device_to_device_memcpy_read_ce"]
+
+
+def test_a_tool_that_times_nothing_is_a_problem_with_its_last_words(tmp_path: Path) -> None:
+    tool(tmp_path / "bin", "nvbandwidth", "Cuda error: CUDA_ERROR_SYSTEM_NOT_READY\n")
+    found = cuda.timed_by_tool([str(tmp_path / "bin")])
+    assert "CUDA_ERROR_SYSTEM_NOT_READY" in next(cuda.tool_complaints(found, EXPECTED))
+
+
 def test_a_node_without_the_drivers_library_says_so_and_the_asking_process_is_gone() -> None:
     answer = cuda.smoke()
     assert "libcuda.so.1" in answer["problem"]
@@ -141,17 +229,24 @@ def test_an_asking_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_thresholds_come_from_the_platform_and_servers_on_gpus_get_the_toolkit() -> None:
     gpus = {"count": 2, "sm": "9.0", "hbm_effective_gbps": 3700}
-    one, plan = host({"expected": {"gpus": gpus, "links": {"host_local_gbps": 378.5}}})
+    links = {"host_local_gbps": 378.5, "nvlink_gbps": 900}
+    one, plan = host({"expected": {"gpus": gpus, "links": links}})
     variables = cuda_runtime.variables(one, plan)
     assert variables["cuda_runtime_expected"] == {
         "gpus": 2,
         "sm": "9.0",
         "host_gbps": 321.7,
+        "peer_gbps": 337.5,
         "memory_gbps": 3330.0,
     }
     row = variables["cuda_runtime_services"][0]
     assert row["drop_in"] == "/etc/systemd/system/bringup-words.service.d/50-cuda.conf"
     assert row["environment_file"] == "/etc/bringup/services/words.cuda.env"
+
+
+def test_one_gpu_has_no_links_to_others() -> None:
+    one, plan = host({"expected": {"gpus": {"count": 1}, "links": {"nvlink_gbps": 900}}})
+    assert cuda_runtime.variables(one, plan)["cuda_runtime_expected"]["peer_gbps"] == 0
 
 
 def test_a_host_without_gpus_gets_nothing() -> None:
