@@ -134,6 +134,7 @@ def clock(
     if undo.run(["systemd-detect-virt", "--container", "--quiet"])[0] == 0:
         return [], [{"name": "clock", "why": "a container has its host's clock"}]
     if journal is not None:
+        packages.refresh()
         packages.install(names, journal, limit_s)
     return [f"install {' '.join(names)}"], []
 

@@ -38,14 +38,14 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
             entries.file("/etc/sysctl.d/60-bringup.conf", _sysctl_text(kernel)),
             entries.file("/etc/tmpfiles.d/bringup-settings.conf", _tmpfiles_text(files)),
             entries.file("/etc/security/limits.d/60-bringup.conf", _limits_text(known["limits"])),
-            entries.file("/etc/apt/apt.conf.d/52bringup-quiet", _apt_text()),
-            entries.file("/etc/needrestart/conf.d/bringup.conf", _needrestart_text()),
+            entries.file("/etc/apt/apt.conf.d/52bringup-quiet", _apt_text(known["package_runs"])),
+            entries.file("/etc/needrestart/conf.d/bringup.conf", _needrestart_text(known["package_runs"])),
             entries.unit(SHM_UNIT, _shm_text(known["shared_memory"])),
         ],
         "system_settings_timers": list(known["quiet_timers"]["names"]),
         "system_settings_units": [SHM_UNIT],
         "system_settings_shared_memory": known["shared_memory"]["value"],
-        "system_settings_clock": True,
+        "system_settings_clock": bool(known["clock"]["value"]),
     }
 
 
@@ -104,19 +104,14 @@ def _limits_text(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return HEAD + "".join(lines)
 
 
-def _apt_text() -> str:
-    return (
-        HEAD.replace("#", "//")
-        + '// No node goes down on its own.\nUnattended-Upgrade::Automatic-Reboot "false";\n'
-    )
+def _apt_text(row: Mapping[str, Any]) -> str:
+    setting = f'Unattended-Upgrade::Automatic-Reboot "{row["automatic_reboot"]}";\n'
+    return (HEAD + _comment(row)).replace("#", "//") + setting
 
 
-def _needrestart_text() -> str:
-    return HEAD + (
-        "# A package run must not restart a server: it loads for minutes, and the operators choose when.\n"
-        "$nrconf{override_rc}{qr(^bringup-)} = 0;\n"
-        "$nrconf{override_rc}{qr(^nvidia-)} = 0;\n"
-    )
+def _needrestart_text(row: Mapping[str, Any]) -> str:
+    lines = [f"$nrconf{{override_rc}}{{qr({pattern})}} = 0;\n" for pattern in row["left_alone"]]
+    return HEAD + _comment(row) + "".join(lines)
 
 
 def _shm_text(row: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ smoke:
   returned: success
   type: dict
 timed:
-  description: What a tool on the node timed, C(tool) and C(rows), a row a GPU; empty without one, and unless C(bandwidth).
+  description: What a tool on the node timed, C(tool) and C(rows), a row a GPU. Empty without one, or C(bandwidth).
   returned: success
   type: dict
 """

@@ -10,7 +10,7 @@ import pytest
 
 from bringup import ROOT
 from bringup.entries import read_yaml
-from bringup.node import settings, undo
+from bringup.node import packages, settings, undo
 from bringup.node.settings import Value
 from bringup.rolevars import system_settings
 from tests.molecule.gpu_node import host
@@ -34,8 +34,61 @@ def text(variables: dict[str, Any], path: str) -> str:
 def test_each_setting_says_why_and_where_that_is_known_from() -> None:
     known = read_yaml(ROOT / system_settings.SETTINGS)
     rows = [row for kind in ("kernel", "files", "limits") for row in known[kind].values()]
-    rows += [known["shared_memory"], known["quiet_timers"]]
+    rows += [row for kind, row in known.items() if kind not in ("kernel", "files", "limits")]
     assert [row for row in rows if len(row["why"]) < 40 or not row["source"].startswith("https://")] == []
+
+
+def test_what_a_serving_node_is_known_to_need_is_set() -> None:
+    """Kernel values, limits, huge pages of both kinds, governor, NUMA balancing, timers, clock, shared memory."""
+    variables = given()
+    names = {row["name"] for row in variables["system_settings_values"]}
+    assert {"kernel.numa_balancing", "vm.nr_hugepages", "vm.swappiness", "vm.max_map_count"} <= names
+    assert "/sys/kernel/mm/transparent_hugepage/enabled" in names
+    assert "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor" in names
+    assert "* - memlock unlimited\n" in text(variables, "/etc/security/limits.d/60-bringup.conf")
+    assert {"apt-daily.timer", "apt-daily-upgrade.timer"} <= {*variables["system_settings_timers"]}
+    assert variables["system_settings_clock"] is True
+    assert variables["system_settings_shared_memory"] == "50%"
+    assert 'Automatic-Reboot "false";' in text(variables, "/etc/apt/apt.conf.d/52bringup-quiet")
+    left_alone = text(variables, "/etc/needrestart/conf.d/bringup.conf")
+    assert "$nrconf{override_rc}{qr(^bringup-)} = 0;\n$nrconf{override_rc}{qr(^nvidia-)} = 0;\n" in left_alone
+
+
+def test_files_say_why_in_comments_only() -> None:
+    """The reason may not become a setting of its own."""
+    variables = given()
+    for path, mark in (
+        ("/etc/apt/apt.conf.d/52bringup-quiet", "//"),
+        ("/etc/needrestart/conf.d/bringup.conf", "#"),
+    ):
+        lines = text(variables, path).splitlines()
+        assert [line for line in lines[:-2] if not line.startswith((mark, "$nrconf"))] == []
+
+
+class Machine:
+    """What a machine answers when somebody asks for its clock; `ran` keeps what was installed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, running: str, is_container: bool) -> None:
+        self.ran: list[list[str]] = []
+        monkeypatch.setattr(undo, "unit_state", lambda unit: ("", unit == f"{running}.service"))
+        monkeypatch.setattr(undo, "run", lambda argv, limit_s=0: (0 if is_container else 1, ""))
+        monkeypatch.setattr(packages, "refresh", lambda: self.ran.append(["refresh"]))
+        monkeypatch.setattr(packages, "install", lambda names, journal, limit_s: self.ran.append([*names]))
+
+
+def test_a_time_service_is_installed_only_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, running="systemd-timesyncd", is_container=False)
+    assert settings.clock(["chrony"], undo.Journal("demo"), 1) == ([], [])
+    machine = Machine(monkeypatch, running="", is_container=True)
+    assert (
+        settings.clock(["chrony"], undo.Journal("demo"), 1)[1][0]["why"] == "a container has its host's clock"
+    )
+    assert machine.ran == []
+    machine = Machine(monkeypatch, running="", is_container=False)
+    assert settings.clock(["chrony"], None, 1) == (["install chrony"], [])
+    assert machine.ran == []
+    assert settings.clock(["chrony"], undo.Journal("demo"), 1) == (["install chrony"], [])
+    assert machine.ran == [["refresh"], ["chrony"]]
 
 
 def test_a_host_without_gpus_gets_nothing() -> None:
