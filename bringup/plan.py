@@ -51,7 +51,7 @@ DELTA = "-delta"
 LEASE_PORT = 7766
 """Where the nodes ask each other before a scheduled restart: no server may have it."""
 LOOPBACK = "127.0.0.1,localhost,::1"
-MIB, HOUR_S = 1024**2, 3600
+MIB, GIB, HOUR_S = 1024**2, 1024**3, 3600
 
 T = TypeVar("T")
 
@@ -169,6 +169,7 @@ def _resolve_host(wanted: Intent, where: str, problems: list[Problem], known: Ca
         if found:
             parts.append(found)
     made = [_service(part, wanted, where, known, problems, findings) for part in parts]
+    problems += _memory_clashes(made, platform, where) if platform else []
     if problems or platform is None:
         return Resolved(None, tuple(problems), tuple(findings))
     arch, root = platform.arch, known.folder.parent
@@ -245,6 +246,48 @@ def _clashes(wanted: Intent, where: str) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _memory_clashes(made: Sequence[tuple[Service, Fit]], platform: Platform, where: str) -> Iterator[Problem]:
+    """Memory nodes of the host that services together ask more of than they have; each alone is checked by its
+    own arithmetic. GPUs belong to one service each, so their memory needs no such sum.
+    """
+    stated = platform.host.numa if platform.host else ()
+    room = {node.node: node.memory_gib for node in stated if not node.gpu_memory}
+    asked: dict[int, dict[str, float]] = {node: {} for node in room}
+    for service, verdict in made:
+        for node, gib in _host_memory(service, verdict, sorted(room)).items():
+            if node in asked:
+                asked[node][service.name] = gib
+    for node, services in asked.items():
+        if len(services) > 1 and sum(services.values()) > room[node]:
+            each = " and ".join(f"{gib:.0f} GiB of {name}" for name, gib in services.items())
+            what = f"{each} do not fit together into the {room[node]:.0f} GiB of memory node {node}"
+            yield Problem(where, what, "Give one of them another node, a smaller model, or less offloading.")
+
+
+OF_THE_HOST = frozenset({"host memory", "the engine may use", "left free"})
+"""Rows of a CPU server's arithmetic that are no use of memory."""
+
+
+def _host_memory(service: Service, verdict: Fit, nodes: Sequence[int]) -> dict[int, float]:
+    """GiB that a service takes of each memory node of its host, by its arithmetic."""
+    rows = dict(verdict.rows)
+    placed = service.placement
+    if service.gpus:
+        each = rows.get("kept in host memory", 0.0) / GIB
+        ranks = [int(own) for _, own in placed.per_rank if own.isdigit()]
+        taken: dict[int, float] = {}
+        for node in ranks if len(ranks) == len(service.gpus) else ():
+            taken[node] = taken.get(node, 0.0) + each
+        spread = 0.0 if taken else each * len(service.gpus)
+    else:
+        taken = {}
+        spread = sum(size for label, size in rows.items() if label not in OF_THE_HOST) / GIB
+    own = sorted(placement.numbers(placed.memory_nodes)) if placed.memory_nodes else list(nodes)
+    if spread and own:
+        taken = {node: spread / len(own) for node in own}
+    return {node: gib for node, gib in taken.items() if gib}
 
 
 # --- one service: its entries, flags and GPUs -----------------------------------------------------

@@ -1,6 +1,6 @@
 """A node loses its power at ten points while it is provisioned: the next run must bring it to its planned state.
 
-    python -m bench.service.reboots [--node bench-44] [--points checked,fetching]
+    python -m bench.service.reboots [--node bench-38] [--points checked,fetching]
 
 For each point a fresh lab node is provisioned; when the point is reached (it is looked for on the node, many times a
 second) the node is killed and booted again, the run is let end, and a second one must end with 0, a third must
@@ -112,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--node", default="bench-44")
+    parser.add_argument("--node", default="bench-38")
     parser.add_argument("--points", default=",".join(POINTS))
     given = parser.parse_args(words)
     rows: list[Row] = []

@@ -1,6 +1,6 @@
 """Rolling restarts of a group under constant load, through a client that tries another node: none may fail.
 
-    python -m bench.service.rolling [--rounds 20] [--nodes bench-41,bench-42,bench-43]
+    python -m bench.service.rolling [--rounds 20] [--nodes bench-35,bench-36,bench-37]
 
 Fresh lab nodes are provisioned with a real engine that listens to the network. Clients send requests at a constant
 rate, each over a connection of its own, to one node after the other; what is refused, cut off or not answered goes
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--nodes", default="bench-41,bench-42,bench-43")
+    parser.add_argument("--nodes", default="bench-35,bench-36,bench-37")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)
     names = given.nodes.split(",")

@@ -163,6 +163,15 @@ def test_two_services_share_a_node_and_no_gpu_port_cpu_or_user_folder_of_it() ->
     assert set(glm.writable).isdisjoint(planner.writable)
 
 
+def test_services_that_do_not_fit_into_a_memory_node_together_are_refused() -> None:
+    planner = {"name": "planner", "profile": "gh200-2x-glm-5.2-ud-iq2-xxs-llama-server", "port": 8001}
+    fits = resolved(planner, platform="gh200-2x").hosts[0].fits[0]
+    assert fits.fits, "one alone has room"
+    said = refused(planner, {**planner, "name": "second", "port": 8002}, platform="gh200-2x")
+    assert "GiB of planner and" in said
+    assert "do not fit together into the 447 GiB of memory node 1" in said
+
+
 def test_a_key_opens_the_address_and_never_reaches_the_command_line() -> None:
     service = first({**WORDS, "bind": "0.0.0.0", "api_key": "vault_words"})
     assert service.api_key == ApiKey("vault_words", "file_flag", "--api-key-file")
