@@ -6,13 +6,26 @@ A check is a function of facts and expectation that yields findings. What is the
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-GIB = 1024**3
+from bringup import surroundings
+from bringup.expected import GIB, Check, Expected, Facts, Finding, Port, Room, Severity, numbers, size
+
+__all__ = [
+    "CHECKS",
+    "Expected",
+    "Finding",
+    "Port",
+    "Room",
+    "deferred",
+    "plain",
+    "refusal",
+    "request",
+    "verdicts",
+]
 
 OLDEST_SYSTEMD = 249
 """The first with LoadCredential and the sandboxing that units use (Ubuntu 22.04 has it)."""
@@ -37,6 +50,9 @@ GPU_MEMORY_SHARE = 0.93
 HARD_XIDS = frozenset({48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, *range(144, 151)})
 """Xid errors that mean hardware or a driver that must be reset (https://docs.nvidia.com/deploy/xid-errors/)."""
 
+PROGRAM_XIDS = frozenset({13, 31, 43, 45})
+"""Xid errors that a program brings about: a wrong address, an end in the middle of work."""
+
 OWN_UNITS = "bringup-"
 """How the names of our servers' units begin: they may hold GPUs."""
 
@@ -49,92 +65,11 @@ FILES_SHARE = 0.01
 NUMA_MEMORY_SHARE = 0.8
 """Part of a memory node's nominal size that must be there."""
 
+POWER_SHARE = 0.95
+"""Part of its default power that a GPU must be allowed where the site wishes nothing else."""
+
 ANY_ADDRESSES = frozenset({"0.0.0.0", "::", "*", ""})
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-
-Severity = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One verdict: stable `code`, how bad, what is wrong, what was seen, and the step that helps."""
-
-    code: str
-    severity: Severity
-    what: str
-    evidence: str = ""
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        seen = f" ({self.evidence})" if self.evidence else ""
-        return f"{self.code}: {self.what}{seen}" + (f". {self.remedy}" if self.remedy else "")
-
-
-@dataclass(frozen=True)
-class Port:
-    """A port that a service will listen on; `unit` without suffix."""
-
-    port: int
-    bind: str
-    unit: str
-    service: str
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes that must fit at a path in the end (what is there already counts), and what for."""
-
-    path: str
-    needed: int
-    purpose: str
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a host's plan needs of it. The mappings are parts of the platform's catalog entry, as data."""
-
-    arch: str = "any"
-    platform: str = ""
-    gpus: Mapping[str, Any] | None = None
-    driver: Mapping[str, Any] | None = None
-    links: Mapping[str, Any] = field(default_factory=dict)
-    thresholds: Mapping[str, Any] = field(default_factory=dict)
-    ports: tuple[Port, ...] = ()
-    rooms: tuple[Room, ...] = ()
-    memory: int = 0
-    now: float | None = None
-    numa: tuple[Mapping[str, Any], ...] = ()
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Expected:
-        """From plain data, such as role variables. Raises TypeError for an unknown key."""
-        return cls(
-            **{
-                **data,
-                "ports": tuple(Port(**port) for port in data.get("ports", ())),
-                "rooms": tuple(Room(**room) for room in data.get("rooms", ())),
-                "numa": tuple(data.get("numa", ())),
-            }
-        )
-
-    def threshold(self, name: str, default: float) -> float:
-        """A limit of the platform, or the default."""
-        return float(self.thresholds.get(name, default))
-
-
-Facts = Mapping[str, Any]
-Check = Callable[[Facts, Expected], Iterable[Finding]]
-
-
-def numbers(text: str | None) -> tuple[int, ...]:
-    """ "580.105.08" -> (580, 105, 8), for comparing."""
-    return tuple(int(part) for part in re.findall(r"\d+", text or ""))
-
-
-def size(number: float) -> str:
-    """Bytes for people: "12.3 GiB", "4 MiB"."""
-    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 1024**2:.0f} MiB"
-
 
 # --- system -------------------------------------------------------------------------------------------------
 
@@ -413,6 +348,23 @@ def check_memory_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_gpu_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Each GPU hangs at the memory node where the plan puts its processes."""
+    gpus = facts["gpu"]["pci"]["gpus"]
+    for wanted in expected.numa:
+        for index in wanted.get("gpus", ()) if wanted["cpus"] else ():
+            seen = gpus[index].get("numa_node") if index < len(gpus) else None
+            if seen is not None and seen != wanted["node"]:
+                yield Finding(
+                    "GPU_NODE",
+                    "error",
+                    f"GPU {index} hangs at memory node {seen}, platform {expected.platform} has it at "
+                    f"{wanted['node']}: its processes would reach it through the other module or socket",
+                    f"{gpus[index]['address']}: numa_node {seen}",
+                    "Look at nvidia-smi topo -m and the firmware's settings; or give the host the platform that it is",
+                )
+
+
 # --- GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -512,29 +464,39 @@ def check_driver(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
-LOG_VERDICTS: Mapping[str, tuple[str, str, str]] = {
+LOG_VERDICTS: Mapping[str, tuple[str, Severity, str, str]] = {
     "switch": (
         "NVSWITCH_ERROR",
+        "error",
         "an NVSwitch had a fatal error since boot",
         "Drain the node, reset all GPUs and switches together or reboot, and call the vendor when it comes back",
     ),
     "init": (
         "GPU_INIT_FAILED",
+        "error",
         "the driver could not bring a GPU up",
         "Power-cycle the node (a reboot may not do); check that the driver is right for this GPU",
     ),
     "bar": (
         "GPU_BAR_UNASSIGNED",
+        "error",
         "the firmware gave a GPU no address window",
         "Turn on Above 4G Decoding (and Resizable BAR) in the firmware; in a virtual machine enlarge the MMIO window",
     ),
     "fallen": (
         "GPU_FELL_OFF",
+        "error",
         "a GPU has fallen off the bus since boot",
         "Drain the node and power-cycle it; call the vendor when it comes back",
     ),
+    "slot": (
+        "NIC_POWER",
+        "warning",
+        "a network card gets less power than it asks for, and may slow down or stop",
+        "Connect its auxiliary power or move it to a slot that gives more; look at: sudo mlxconfig -d DEVICE q",
+    ),
 }
-"""What kinds of lines in the kernel log (`facts.KERNEL_FAULTS`) mean: code, what, remedy."""
+"""What kinds of lines in the kernel log (`facts.KERNEL_FAULTS`) mean: code, severity, what, remedy."""
 
 
 def check_kernel_log(facts: Facts, expected: Expected) -> Iterator[Finding]:
@@ -544,9 +506,9 @@ def check_kernel_log(facts: Facts, expected: Expected) -> Iterator[Finding]:
     lines: dict[str, list[str]] = defaultdict(list)
     for row in facts["gpu"].get("kernel_faults", ()):
         lines[row["kind"]].append(row["line"])
-    for kind, (code, what, remedy) in LOG_VERDICTS.items():
+    for kind, (code, severity, what, remedy) in LOG_VERDICTS.items():
         if lines[kind]:
-            yield Finding(code, "error", what, lines[kind][-1][:200], remedy)
+            yield Finding(code, severity, what, lines[kind][-1][:200], remedy)
 
 
 def check_kernel(facts: Facts, expected: Expected) -> Iterator[Finding]:
@@ -601,6 +563,19 @@ def check_device_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
             "the multi-process service runs: servers would share its fate and its limits",
             f"nvidia-cuda-mps-control (pid {gpu['mps']})",
             "echo quit | sudo nvidia-cuda-mps-control",
+        )
+
+
+def check_cuda_link(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """What compiles at run time can link against the driver's library."""
+    gpu = facts["gpu"]
+    if expected.gpus and gpu["smi"] and gpu.get("linkable") is False:
+        yield Finding(
+            "LIBCUDA_LINK",
+            "note",
+            "nothing is called libcuda.so here, only libcuda.so.1: what compiles at run time cannot link -lcuda",
+            "looked in the system's folders, the toolkits' stubs and /opt/bringup/cuda/lib",
+            "invoke provision makes a link for servers (role cuda_runtime)",
         )
 
 
@@ -700,6 +675,15 @@ def check_xids(facts: Facts, expected: Expected) -> Iterator[Finding]:
             hard[-1]["line"][:200],
             "Drain the node, reset or reboot it, and call the vendor when they come back",
         )
+    faults = [row for row in facts["gpu"]["xids"] if row["xid"] in PROGRAM_XIDS]
+    if faults and expected.gpus:
+        yield Finding(
+            "GPU_XID_PROGRAM",
+            "note",
+            f"programs have faulted on GPUs since boot: Xid {', '.join(sorted({str(row['xid']) for row in faults}))}",
+            faults[-1]["line"][:200],
+            "Look which program and when (sudo journalctl -k -g Xid); the GPU itself is not in doubt",
+        )
 
 
 @dataclass(frozen=True)
@@ -744,6 +728,15 @@ def _over(key: str, threshold: str, default: float) -> Callable[[Mapping[str, An
         return f"{value:g}, limit {limit:g}" if value is not None and value > limit else None
 
     return wrong
+
+
+def _power(gpu: Mapping[str, Any], expected: Expected) -> str | None:
+    limit, usual = gpu.get("power_limit_w"), gpu.get("power_default_w")
+    if limit is None or usual is None:
+        return None
+    if expected.power_w:
+        return f"{limit} W, wished {expected.power_w} W" if limit != expected.power_w else None
+    return f"{limit} W of {usual} W" if limit < usual * POWER_SHARE else None
 
 
 def _narrow_link(gpu: Mapping[str, Any], expected: Expected) -> str | None:
@@ -830,6 +823,42 @@ GPU_RULES: tuple[GpuRule, ...] = (
         "sudo journalctl -u nvidia-fabricmanager; reset all GPUs together, or reboot",
     ),
     GpuRule(
+        "GPU_POWER_CAP",
+        "warning",
+        "may not take the power that is planned",
+        _power,
+        "sudo nvidia-smi -pl WATTS; a wish of the site is node_driver.power_w",
+    ),
+    GpuRule(
+        "GPU_CLOCKS_SET",
+        "warning",
+        "has clocks that somebody has set lower",
+        lambda gpu, expected: (
+            f"{gpu['clocks_mhz']} MHz of {gpu['clocks_default_mhz']}"
+            if not expected.clocks_mhz and (gpu.get("clocks_mhz") or 0) < (gpu.get("clocks_default_mhz") or 0)
+            else None
+        ),
+        "sudo nvidia-smi -rac; sudo nvidia-smi -rgc; a wish of the site is node_driver.clocks_mhz",
+    ),
+    GpuRule(
+        "GPU_SLOWED",
+        "warning",
+        "is slowed down by its board: heat, or a power supply that asks for less",
+        lambda gpu, expected: ", ".join(gpu.get("slowed") or ()) or None,
+        "Look at: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; check power supplies, cables and air flow",
+    ),
+    GpuRule(
+        "GPU_ECC_WAITS",
+        "warning",
+        "changes its error correction at the next boot",
+        lambda gpu, expected: (
+            f"{gpu['ecc']} now, {gpu['ecc_pending']} then"
+            if gpu.get("ecc_pending") and gpu.get("ecc") and gpu["ecc_pending"] != gpu["ecc"]
+            else None
+        ),
+        "Reboot the node in a window (invoke reboot), or take it back: sudo nvidia-smi -e 1",
+    ),
+    GpuRule(
         "GPU_HOT",
         "warning",
         "is hotter than it should be",
@@ -882,6 +911,7 @@ CHECKS: tuple[Check, ...] = (
     check_package_lock,
     check_memory,
     check_memory_nodes,
+    check_gpu_nodes,
     check_disks,
     check_ports,
     check_leftovers,
@@ -891,18 +921,56 @@ CHECKS: tuple[Check, ...] = (
     check_kernel,
     check_kernel_log,
     check_device_nodes,
+    check_cuda_link,
     check_fabric,
     check_links,
     check_xids,
     check_each_gpu,
     check_gpu_users,
+    *surroundings.CHECKS,
 )
 
 
-def verdicts(facts: Facts, expected: Expected) -> list[Finding]:
-    """All findings, errors first, in the order of the checks."""
-    found = [finding for check in CHECKS for finding in check(facts, expected)]
+def verdicts(facts: Facts, expected: Expected, coming: Iterable[str] = ()) -> list[Finding]:
+    """All findings, errors first, in the order of the checks. `coming`: roles of this run that come after; what one of
+    them mends (`Expected.mends`) is a note."""
+    roles = set(coming)
+    found = [
+        _deferred(finding, role)
+        if (role := expected.mends.get(finding.code, "")) in roles
+        else replace(finding, mended_by=role)
+        for check in CHECKS
+        for finding in check(facts, expected)
+    ]
     return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+
+
+def _deferred(finding: Finding, role: str) -> Finding:
+    return replace(
+        finding, severity="note", what=f"{finding.what}; role {role} of this run will mend it", mended_by=role
+    )
+
+
+def deferred(facts: Facts, expected: Expected, coming: Iterable[str]) -> list[str]:
+    """Codes of errors that a role of this run will mend: to be judged again after it."""
+    roles = set(coming)
+    found = [
+        one.code for one in verdicts(facts, expected) if one.severity == "error" and one.mended_by in roles
+    ]
+    return sorted(set(found))
+
+
+def request(expected: Expected) -> dict[str, Any]:
+    """What `bringup.node.facts.gather` is to look at for an expectation."""
+    return {
+        "paths": [room.path for room in expected.rooms],
+        "units": list(expected.units),
+        "settings": [str(row["path"]) for row in expected.settings],
+        "addresses": [dict(row) for row in expected.addresses],
+        "caches": [dict(row) for row in expected.caches],
+        "models": [dict(row) for row in expected.models],
+        "memory_nodes": expected.memory_nodes,
+    }
 
 
 def refusal(host: str, findings: Iterable[Finding]) -> str:

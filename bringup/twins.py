@@ -49,6 +49,9 @@ WHEELS = "/opt/twin/wheels"
 STAND_IN_DISK_GIB = 0.5
 """What must stay free on a twin: its disk is this machine's, and no part of the recorded hardware."""
 
+LIKE_A_MACHINE = ("--shm-size", "16g", "--ulimit", "memlock=-1:-1", "--ulimit", "nofile=1048576:1048576")
+"""Arguments of `docker run` that give a twin what every machine has, and a container has not."""
+
 REAL_ENGINES = ("llama-server",)
 """Engines that a twin runs for real, when the model is one that the lab makes."""
 
@@ -96,6 +99,7 @@ def _composed(host: HostPlan, platform: Mapping[str, Any]) -> dict[str, Any]:
     numa = _numa(machine) if machine else []
     memory = machine["sockets"] * machine["memory_gib_per_socket"] if machine else 8
     made: dict[str, Any] = {
+        "places": _places(host),
         "source": f"composed from catalog/platforms/{host.platform}.yml",
         "numa": numa,
         "memory_gib": memory,
@@ -106,10 +110,27 @@ def _composed(host: HostPlan, platform: Mapping[str, Any]) -> dict[str, Any]:
     if gpus:
         made["gpus"] = [_gpu(host, number, gpus, platform) for number in range(gpus["count"])]
         made["switches"] = [f"0000:{bus}:00.0" for bus in SWITCH_ADDRESSES[: platform["links"]["nvswitches"]]]
+        if driver.get("page_size_kib"):
+            made["page_size_kib"] = driver["page_size_kib"]
         made["needs_open"] = bool(driver.get("open_modules"))
         made["needs_root_persistence"] = _is_grace(platform)
         made["driver"] = born_driver(driver)
     return made
+
+
+def _places(host: HostPlan) -> dict[str, str]:
+    """What faults call `{model}`, `{shard}`, `{cache}` and `{unit}`: of the host's first service."""
+    if not host.services:
+        return {}
+    service = host.services[0]
+    folders = {model.name: model for model in host.models}
+    model = folders.get(service.model)
+    files = [file.path for file in model.files] if model else []
+    shards = [path for path in files if path.endswith((".safetensors", ".gguf"))]
+    found = {"unit": f"{service.unit}.service", "cache": service.cache_folder}
+    if model and shards:
+        found |= {"model": model.folder, "shard": f"{model.folder}/{shards[0]}"}
+    return {name: path for name, path in found.items() if path}
 
 
 def _is_grace(platform: Mapping[str, Any]) -> bool:
@@ -184,6 +205,10 @@ def born_driver(driver: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": version, "packages": [f"{name}={version}-0twin1" for name in packages]}
 
 
+ADDED = ("files", "kernel_log", "stopped_units", "dpkg_unpacked", "manager_environment")
+"""Parts of the hardware to which each fault adds; every other is what the last fault says."""
+
+
 # --- faults -------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +278,12 @@ def with_faults(worn: Mapping[str, Any], chosen: Iterable[Fault]) -> dict[str, A
     changed: dict[str, Any] = json.loads(json.dumps(worn))
     for fault in chosen:
         for dotted, value in fault.state.items():
-            state.set_at(changed, dotted, json.loads(json.dumps(value)))
+            fresh, before = json.loads(json.dumps(value)), changed.get(dotted)
+            if dotted in ADDED and isinstance(before, list):
+                fresh = before + fresh
+            elif dotted in ADDED and isinstance(before, dict):
+                fresh = before | fresh
+            state.set_at(changed, dotted, fresh)
         if fault.next_boot:
             changed.setdefault("next_boot", {}).update(fault.next_boot)
     return changed
@@ -623,6 +653,7 @@ def identity(twin: Twin, host: HostPlan, healthy: Mapping[str, Any]) -> str:
         "arch": twin.arch,
         "platform": host.platform,
         "driver": healthy.get("driver"),
+        "container": LIKE_A_MACHINE,
         # A stand-in engine lies where the real one would, under a name that does not tell its own versions.
         "environments": sorted(one.digest for one in host.environments),
     }
@@ -648,6 +679,7 @@ def container_arguments(name: str, packages: Path, who: str) -> list[str]:
         *(word for source, target in mounts for word in ("--volume", f"{source}:{target}:ro")),
         *("--security-opt", f"seccomp={SOURCES / 'seccomp-numa.json'}"),
         *("--label", f"{LABEL}={who}"),
+        *LIKE_A_MACHINE,
     ]
 
 

@@ -11,7 +11,6 @@ import os
 import platform
 import pwd
 import re
-import resource
 import shutil
 import socket
 import struct
@@ -24,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from . import surroundings
+
 SCHEMA_VERSION = 1
 
 COMMAND_LIMIT_S = 10
@@ -33,6 +34,8 @@ GPU_COMMAND_LIMIT_S = 60
 """Seconds that nvidia-smi may take: without persistence it initialises every GPU first."""
 
 XID_LINES_KEPT = 20
+LOG_WORDS = "NVRM|SXid|PCIe slot"
+"""Lines of the kernel log that are looked at."""
 
 Runner = Callable[[Sequence[str], int], "tuple[int, str]"]
 
@@ -145,14 +148,6 @@ def users(names: Iterable[str]) -> dict[str, int | None]:
         except KeyError:
             found[name] = None
     return found
-
-
-def limits() -> dict[str, int]:
-    """Hard limits of this process, -1 for none: open files and locked memory (bytes)."""
-    return {
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
-    }
 
 
 def package_lock() -> dict[str, Any] | None:
@@ -338,7 +333,15 @@ def pci(base: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
         if kind in GPU_CLASSES:
             link = folder / "driver"
             driver = link.resolve().name if link.exists() else None
-            gpus.append({"address": folder.name, "device": read(folder / "device").strip(), "driver": driver})
+            near = read(folder / "numa_node").strip()
+            gpus.append(
+                {
+                    "address": folder.name,
+                    "device": read(folder / "device").strip(),
+                    "driver": driver,
+                    "numa_node": int(near) if near.lstrip("-").isdecimal() else None,
+                }
+            )
         elif kind == SWITCH_CLASS:
             switches.append(folder.name)
     return {"gpus": gpus, "switches": switches}
@@ -387,6 +390,13 @@ def _gpu(node: ET.Element) -> dict[str, Any]:
         "power_limit_w": _number(
             text("gpu_power_readings/current_power_limit") or text("power_readings/power_limit")
         ),
+        "power_default_w": _number(
+            text("gpu_power_readings/default_power_limit") or text("power_readings/default_power_limit")
+        ),
+        "clocks_mhz": _number(text("applications_clocks/graphics_clock")),
+        "clocks_default_mhz": _number(text("default_applications_clocks/graphics_clock")),
+        "slowed": slowed(node),
+        "ecc_pending": text("ecc_mode/pending_ecc"),
         "temperature_c": _number(text("temperature/gpu_temp")),
         "link_width": _number(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
         "link_width_max": _number(text("pci/pci_gpu_link_info/link_widths/max_link_width")),
@@ -400,6 +410,23 @@ def _gpu(node: ET.Element) -> dict[str, Any]:
             for row in node.findall("processes/process_info")
         ],
     }
+
+
+SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+"""Reasons for lower clocks that are a fault; that a GPU idles or is at its power cap is none."""
+
+
+def slowed(node: ET.Element) -> list[str]:
+    """What holds a GPU's clocks down right now, of `SLOWDOWNS` (drivers before 535 say "throttle")."""
+    return [
+        name
+        for name in SLOWDOWNS
+        for form in (
+            "clocks_event_reasons/clocks_event_reason",
+            "clocks_throttle_reasons/clocks_throttle_reason",
+        )
+        if node.findtext(f"{form}_{name}") == "Active"
+    ]
 
 
 def _number(text: str | None) -> int | None:
@@ -429,8 +456,9 @@ KERNEL_FAULTS: tuple[tuple[str, str], ...] = (
     ("init", r"RmInitAdapter failed|rm_init_adapter failed"),
     ("bar", r"BAR\d+ is 0M|PCI I/O region assigned to your NVIDIA device is invalid"),
     ("fallen", r"has fallen off the bus"),
+    ("slot", r"Detected insufficient power on the PCIe slot"),
 )
-"""Kinds of lines in the kernel log, beside Xid errors, that mean that a GPU or switch cannot be used."""
+"""Kinds of lines in the kernel log, beside Xid errors, that mean that a GPU, switch or network card cannot be used."""
 
 
 def parse_kernel_faults(text: str) -> list[dict[str, str]]:
@@ -467,6 +495,7 @@ def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
         "module": parse_module_version(module),
         "open_module": "Open Kernel Module" in module if module else None,
         "library": library_version(root),
+        "linkable": linkable(root),
         "nouveau": (root / "sys/module/nouveau").is_dir(),
         "device_nodes": sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*")),
         "uvm": (root / "dev/nvidia-uvm").exists(),
@@ -487,7 +516,7 @@ def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     facts.update(_smi(runner) if tool else {})
     if facts["smi"]:
         facts["nvlink"] = parse_nvlink(runner(["nvidia-smi", "nvlink", "-s"], GPU_COMMAND_LIMIT_S)[1])
-    log = runner(["journalctl", "-k", "-b", "-q", "-o", "cat", "--grep", "NVRM|SXid"], COMMAND_LIMIT_S)[1]
+    log = runner(["journalctl", "-k", "-b", "-q", "-o", "cat", "--grep", LOG_WORDS], COMMAND_LIMIT_S)[1]
     facts["xids"], facts["kernel_faults"] = parse_xids(log), parse_kernel_faults(log)
     for unit in ("nvidia-persistenced", "nvidia-fabricmanager"):
         facts["units"][unit] = runner(["systemctl", "is-active", unit], COMMAND_LIMIT_S)[1].strip()
@@ -514,6 +543,15 @@ def library_version(root: Path = SLASH) -> str | None:
         if (match := re.fullmatch(r"libnvidia-ml\.so\.(\d+\.\d+(?:\.\d+)?)", path.name))
     ]
     return max(found, key=lambda version: [int(part) for part in version.split(".")], default=None)
+
+
+LINK_FOLDERS = (*LIBRARY_FOLDERS, "usr/lib", "usr/local/cuda/lib64/stubs", "opt/bringup/cuda/lib")
+
+
+def linkable(root: Path = SLASH) -> bool:
+    """Whether `-lcuda` can be linked: a `libcuda.so` where linkers and servers look."""
+    toolkits = (root / "usr/local").glob("cuda-*/lib64/stubs/libcuda.so")
+    return any((root / folder / "libcuda.so").exists() for folder in LINK_FOLDERS) or any(toolkits)
 
 
 def kernels(root: Path = SLASH) -> list[dict[str, Any]]:
@@ -603,7 +641,7 @@ def parse_proxies(text: str) -> dict[str, str]:
 
 def gather(request: Mapping[str, Any], runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     """All facts. `request`: `paths` (disks to look at), `users` and `programs` (names), `leftovers` (a
-    pattern of command lines). Hardware is read below `root`."""
+    pattern of command lines), and what `surroundings.gather` takes. Hardware is read below `root`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "host": socket.gethostname(),
@@ -622,11 +660,11 @@ def gather(request: Mapping[str, Any], runner: Runner = run, root: Path = SLASH)
         "listening": listening(),
         "leftovers": leftovers(request.get("leftovers", "")),
         "users": users(request.get("users", [])),
-        "limits": limits(),
         "package_lock": package_lock(),
         "clock": clock(runner),
         "gpu": gpu(runner, root),
         "programs": {name: shutil.which(name) for name in request.get("programs", [])},
+        **surroundings.gather(request, runner, root),
     }
 
 

@@ -29,6 +29,35 @@ options:
     description: Regular expression of command lines that only a server of ours has.
     type: str
     default: ""
+  units:
+    description: Names of units (with suffix) whose drop-ins are looked at.
+    type: list
+    elements: str
+    default: []
+  settings:
+    description: Paths, or patterns of them, below /proc/sys and /sys whose values are read.
+    type: list
+    elements: str
+    default: []
+  addresses:
+    description: Addresses to reach, rows of host, port, purpose, and optionally kind and unless (a path).
+    type: list
+    elements: dict
+    default: []
+  caches:
+    description: Folders that must belong to a user, rows of path and user.
+    type: list
+    elements: dict
+    default: []
+  models:
+    description: Models whose files are looked at, rows of name, folder, stamp and files (path, size).
+    type: list
+    elements: dict
+    default: []
+  memory_nodes:
+    description: Memory nodes that processes will be bound to, as numactl writes them.
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -51,6 +80,12 @@ def main() -> None:
             "users": {"type": "list", "elements": "str", "default": []},
             "programs": {"type": "list", "elements": "str", "default": []},
             "leftovers": {"type": "str", "default": ""},
+            "units": {"type": "list", "elements": "str", "default": []},
+            "settings": {"type": "list", "elements": "str", "default": []},
+            "addresses": {"type": "list", "elements": "dict", "default": []},
+            "caches": {"type": "list", "elements": "dict", "default": []},
+            "models": {"type": "list", "elements": "dict", "default": []},
+            "memory_nodes": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )

@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, plan, preflight, twins
+from bringup import ROOT, plan, preflight, surroundings, twins
 from bringup.errors import UsageError
 from bringup.node import contents, facts
 from bringup.planned import HostPlan, Plan
-from tests.lab.twin import archive, offline
+from tests.lab.twin import archive, coverage, offline
 from tests.lab.twin.node import smi
 
 INVENTORIES = ("h20", "gh200", "h100", "h200")
+SHOWN_ON = ("h20", "gh200")
+"""One with NVSwitches, one without; `tests.lab.twin.coverage` shows every fault on all four."""
 
 
 @cache
@@ -41,8 +43,30 @@ def shown() -> list[tuple[str, str]]:
     return [
         (inventory, name)
         for name, fault in twins.faults().items()
-        for inventory in INVENTORIES
-        if offline.applies(fault, first(inventory)) and fault.code
+        for inventory in SHOWN_ON
+        if offline.applies(fault, first(inventory)) and fault.code and not is_beside(fault)
+    ]
+
+
+BESIDE = {
+    "files",
+    "manager_environment",
+    "dpkg_unpacked",
+    "shm_mib",
+    "no_cuda_link",
+    "memory_policy_denied",
+    "page_size_kib",
+}
+
+
+def is_beside(fault: twins.Fault) -> bool:
+    """A fault beside the hardware: any number of them can be on a twin at once."""
+    return bool(fault.state) and set(fault.state) <= BESIDE
+
+
+def beside(inventory: str) -> list[twins.Fault]:
+    return [
+        one for one in twins.faults().values() if is_beside(one) and offline.applies(one, first(inventory))
     ]
 
 
@@ -62,8 +86,31 @@ def test_preflight_names_the_fault(inventory: str, name: str, tmp_path: Path) ->
     assert fault.code in [finding.code for finding in found], [str(finding) for finding in found]
 
 
+@pytest.mark.parametrize("inventory", SHOWN_ON)
+def test_preflight_names_all_faults_beside_the_hardware_at_once(inventory: str, tmp_path: Path) -> None:
+    chosen = beside(inventory)
+    assert len(chosen) > 20
+    found = offline.verdicts(first(inventory), planned(inventory), chosen, tmp_path)
+    said = {finding.code for finding in found}
+    assert {fault.name for fault in chosen if fault.code not in said} == set()
+    assert said == {fault.code for fault in chosen}
+
+
+def test_every_public_case_is_named_by_preflight_or_given_to_somebody_else() -> None:
+    """That each fault gets its code is what the tests above show."""
+    rows = coverage.cases([ROOT / "tests/cases/failures/cases-open.jsonl"])
+    shown = {fault.name: True if fault.code else None for fault in twins.faults().values()}
+    found = coverage.judged(rows, shown)
+    assert found.missing == ()
+    assert found.possible == len(found.covered) >= 119
+    given, ours = coverage.elsewhere(), coverage.by_cause()
+    assert set(given) & set(ours) == set()
+    assert {row["by"] for row in given.values()} <= {"plan", "role", "design", "beyond"}
+    assert set(given) <= {row["cause"] for row in rows}
+
+
 def test_every_fault_shows_on_a_platform_or_in_a_container() -> None:
-    there = {name for _, name in shown()}
+    there = {name for _, name in shown()} | {one.name for each in SHOWN_ON for one in beside(each)}
     others = {name for name, fault in twins.faults().items() if fault.run or not fault.code}
     assert there | others == set(twins.faults())
 
@@ -71,7 +118,7 @@ def test_every_fault_shows_on_a_platform_or_in_a_container() -> None:
 def test_every_fault_names_causes_and_codes_that_exist() -> None:
     causes = {path.stem for path in (ROOT / "catalog" / "failures").glob("*.yml")}
     plan_only = {"gpu-memory-already-used", "orphan-gpu-workers", "process-stuck-in-driver"}
-    source = Path(preflight.__file__).read_text()
+    source = "".join(Path(str(module.__file__)).read_text() for module in (preflight, surroundings))
     for fault in twins.faults().values():
         assert set(fault.causes) <= causes | plan_only, fault.name
         assert fault.code is None or f'"{fault.code}"' in source, fault.name
@@ -97,6 +144,12 @@ def test_faults_are_chosen_by_name_and_host_and_unknown_ones_are_all_told() -> N
         twins.chosen_faults(["gpu-lots", "nouveau@c"], ["a", "b"])
     assert len(caught.value.problems) == 2
     assert "gpu-lost" in str(caught.value)
+
+
+def test_faults_that_add_to_the_same_part_do_not_push_each_other_out() -> None:
+    chosen = [twins.faults()[name] for name in ("nccl-tuned", "cache-of-root")]
+    worn = twins.with_faults(twins.hardware(first("h20"), "twin-01"), chosen)
+    assert [row["path"] for row in worn["files"]] == ["/etc/nccl.conf", "{cache}/triton/by-root.so"]
 
 
 def test_faults_leave_the_healthy_hardware_as_it_was() -> None:

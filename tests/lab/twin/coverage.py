@@ -1,8 +1,8 @@
-"""Which known failures preflight names on twins: `python -m tests.lab.twin.coverage CASES.jsonl`.
+"""Which public failure cases preflight names on twins: `python -m tests.lab.twin.coverage CASES.jsonl`.
 
-A case is a line of JSON with `id` and `cause`. Possible is a case whose cause some fault can show on a twin;
-covered is one for which every such fault, on every platform that can have it, gets its code. Faults that need
-processes or mounts are shown by real twins (tests/e2e/test_twins.py) and counted apart.
+A case is a line of JSON with `id` and `cause`. Possible is a case whose cause `elsewhere.yml` does not give to somebody
+else: covered is one for which every fault that shows its cause, on every platform that can have it, gets its code.
+Faults that need processes or mounts are shown by real twins (tests/e2e/test_twins.py) and counted apart.
 """
 
 from __future__ import annotations
@@ -10,26 +10,58 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bringup import plan, preflight, twins
+from bringup.entries import read_yaml
 from bringup.planned import HostPlan, Plan
 from tests.lab.twin import offline
 
+HERE = Path(__file__).resolve().parent
 INVENTORIES = ("h20", "gh200", "h100", "h200")
 
 
-def results() -> dict[str, bool | None]:
+@dataclass(frozen=True)
+class Coverage:
+    """Ids of cases: named offline, shown by real twins only, possible and not named, and found by somebody else
+    (word of `elsewhere.yml` -> how many)."""
+
+    covered: tuple[str, ...]
+    apart: tuple[str, ...]
+    missing: tuple[str, ...]
+    elsewhere: Mapping[str, int]
+
+    @property
+    def possible(self) -> int:
+        """Cases with a check that a twin can show."""
+        return len(self.covered) + len(self.apart) + len(self.missing)
+
+
+def cases(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All rows."""
+    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines() if line]
+
+
+def elsewhere() -> dict[str, dict[str, str]]:
+    """Cause -> who finds it (`by`) and how (`why`)."""
+    found: dict[str, dict[str, str]] = read_yaml(HERE / "elsewhere.yml", "tests/lab/twin/elsewhere.yml")
+    return found
+
+
+def results(inventories: Iterable[str] = INVENTORIES) -> dict[str, bool | None]:
     """Fault -> whether preflight names it on every platform that can have it; None: only a real twin can
     show it."""
-    plans = {name: twins.plan_for(plan.load(name)) for name in INVENTORIES}
+    plans = {name: twins.plan_for(plan.load(name)) for name in inventories}
     found: dict[str, bool | None] = {}
     for name, fault in twins.faults().items():
         seen = [
-            fault.code in [one.code for one in _verdicts(plans[inventory].hosts[0], plans[inventory], fault)]
-            for inventory in INVENTORIES
-            if fault.code and offline.applies(fault, plans[inventory].hosts[0])
+            fault.code in [one.code for one in _verdicts(whole.hosts[0], whole, fault)]
+            for whole in plans.values()
+            if fault.code and offline.applies(fault, whole.hosts[0])
         ]
         found[name] = all(seen) if seen else None
     return found
@@ -40,7 +72,7 @@ def _verdicts(host: HostPlan, whole: Plan, fault: twins.Fault) -> list[preflight
         return offline.verdicts(host, whole, [fault], Path(folder))
 
 
-def by_cause(shown: Mapping[str, bool | None]) -> dict[str, list[str]]:
+def by_cause() -> dict[str, list[str]]:
     """Cause -> faults that show it."""
     found: dict[str, list[str]] = {}
     for name, fault in twins.faults().items():
@@ -49,38 +81,38 @@ def by_cause(shown: Mapping[str, bool | None]) -> dict[str, list[str]]:
     return found
 
 
+def judged(rows: Iterable[Mapping[str, Any]], shown: Mapping[str, bool | None]) -> Coverage:
+    """What becomes of each case, given what preflight said of each fault."""
+    causes, others = by_cause(), elsewhere()
+    covered, apart, missing, given = [], [], [], Counter[str]()
+    for row in rows:
+        verdicts = [shown[name] for name in causes.get(row["cause"], [])]
+        if not verdicts and row["cause"] in others:
+            given[others[row["cause"]]["by"]] += 1
+        elif not verdicts or False in verdicts:
+            missing.append(f"{row['id']} ({row['cause']})")
+        elif all(verdict is None for verdict in verdicts):
+            apart.append(row["id"])
+        else:
+            covered.append(row["id"])
+    return Coverage(tuple(covered), tuple(apart), tuple(missing), given)
+
+
 def main(paths: list[str]) -> int:
     """Prints the table; 1 when a possible case is not covered."""
     shown = results()
-    causes = by_cause(shown)
-    covered = possible = apart = 0
-    rows = [
-        json.loads(line)
-        for path in paths
-        for line in Path(path).read_text(encoding="utf-8").splitlines()
-        if line
-    ]
-    for row in rows:
-        names = causes.get(row["cause"], [])
-        verdicts = [shown[name] for name in names]
-        if not names:
-            continue
-        possible += 1
-        if all(verdict is None for verdict in verdicts):
-            apart += 1
-        elif False in verdicts:
-            print(
-                f"{row['id']}: {row['cause']}: not named: {', '.join(n for n in names if shown[n] is False)}"
-            )
-        else:
-            covered += 1
+    found = judged(cases(map(Path, paths)), shown)
+    for case in found.missing:
+        print(f"not named: {case}")
     print(
-        f"{len(shown)} faults, {sum(value is True for value in shown.values())} named offline on every platform"
+        f"{len(shown)} faults, {sum(one is True for one in shown.values())} named offline on every platform"
     )
     print(
-        f"{len(rows)} cases: {possible} can be shown by a twin, {covered} named offline, {apart} by real twins only"
+        f"{found.possible} cases can be shown by a twin: {len(found.covered)} named offline, "
+        f"{len(found.apart)} by real twins only, {len(found.missing)} not named"
     )
-    return 0 if covered + apart == possible else 1
+    print("the others: " + ", ".join(f"{number} {by}" for by, number in sorted(found.elsewhere.items())))
+    return 1 if found.missing else 0
 
 
 if __name__ == "__main__":

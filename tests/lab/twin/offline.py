@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from bringup import ROOT, preflight, twins
-from bringup.node import facts
+from bringup.node import facts, surroundings
 from bringup.planned import HostPlan, Plan
 from bringup.rolevars import preflight as variables
 from tests.lab.twin.node import smi, state, tools, trees, wear
@@ -53,6 +53,12 @@ def dressed(worn: Mapping[str, Any], root: Path) -> None:
         if version and not given.get("driver_unloaded"):
             tools.load_nvidia()
         tools.refresh()
+        (root / "dev/shm").mkdir(parents=True, exist_ok=True)
+        for path, row in state.files(given).items():
+            state.write_file(state.at(path), row)
+        if given.get("dpkg_unpacked"):
+            stanzas = [f"Package: {name}\nStatus: install ok unpacked\n" for name in given["dpkg_unpacked"]]
+            trees.text(state.at("/var/lib/dpkg/status"), "\n".join(stanzas))
         if _fabric_manager_runs(given, version):
             trees.text(state.at(tools.FABRIC), str(version))
         if version:
@@ -65,6 +71,8 @@ def _installed(version: str, root: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("libcuda.so", "libnvidia-ml.so"):
         (folder / f"{name}.{version}").touch()
+    if not state.hardware().get("no_cuda_link"):
+        (folder / "libcuda.so").symlink_to(f"libcuda.so.{version}")
     trees.text(root / "usr/bin/nvidia-smi", "stand-in")
     state.write_json(root / "usr/share/nvidia/nvswitch/stand-in.json", {"stand_in": True, "version": version})
 
@@ -82,6 +90,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "journalctl": tools.journalctl,
     "mokutil": tools.mokutil,
     "nv-fabricmanager": tools.fabric_manager,
+    "docker": tools.docker,
 }
 
 
@@ -94,6 +103,17 @@ def runner(worn: Mapping[str, Any], root: Path) -> facts.Runner:
             return 0, "active" if _active(worn, words[1], root) else "inactive"
         if program == "nvidia-smi" and worn.get("smi_hangs"):
             return 124, ""
+        if program == "systemctl" and words == ["show-environment"]:
+            rows = {"LANG": "C.UTF-8", **worn.get("manager_environment", {})}
+            return 0, "".join(f"{name}={value}\n" for name, value in rows.items())
+        if program == "getconf":
+            return 0, str(1024 * worn.get("page_size_kib", 4))
+        if program == "numactl":
+            return (
+                (1, "set_mempolicy: Operation not permitted") if worn.get("memory_policy_denied") else (0, "")
+            )
+        if program == "podman" or (program == "docker" and not worn.get("containers")):
+            return 127, ""
         if program not in PROGRAMS:
             return facts.run(argv, limit_s)
         out = io.StringIO()
@@ -109,18 +129,25 @@ def _active(worn: Mapping[str, Any], unit: str, root: Path) -> bool:
     return (root / mark.lstrip("/")).exists()
 
 
-def gathered(worn: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """The facts of a twin: its hardware, on a system that is as it should be."""
+def gathered(worn: Mapping[str, Any], root: Path, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The facts of a twin: its hardware, on a system that is as it should be. `asked`: see `preflight.request`."""
     dressed(worn, root)
+    run = runner(worn, root)
+    around = surroundings.gather(asked or {}, run, root)
+    around["shared_memory"]["total"] = worn.get("shm_mib", 16384) * 1024**2
+    system = facts.read(root / "etc/os-release")
+    base = yaml.safe_load(BASE.read_text(encoding="utf-8"))["facts"]
     return {
-        **yaml.safe_load(BASE.read_text(encoding="utf-8"))["facts"],
+        **base,
+        **around,
+        "os": facts.parse_os_release(system) if system else base["os"],
         "arch": worn["arch"],
         "disks": [],
         "memory": facts.parse_meminfo(facts.read(root / "proc/meminfo")),
         "numa": facts.numa(root),
         "settings": facts.settings(root),
         "clock": {"epoch": 0.0, "synchronized": not worn.get("clock_not_kept"), "zone": "UTC"},
-        "gpu": facts.gpu(runner(worn, root), root),
+        "gpu": facts.gpu(run, root),
     }
 
 
@@ -135,7 +162,8 @@ def verdicts(
 ) -> list[preflight.Finding]:
     """What preflight says of a host's twin with faults."""
     worn = twins.with_faults(twins.hardware(host, "twin-01"), chosen)
-    return preflight.verdicts(gathered(worn, root), expected(host, plan))
+    wanted = expected(host, plan)
+    return preflight.verdicts(gathered(worn, root, preflight.request(wanted)), wanted)
 
 
 def applies(fault: twins.Fault, host: HostPlan) -> bool:
@@ -148,6 +176,7 @@ def applies(fault: twins.Fault, host: HostPlan) -> bool:
         "gpus": True,
         "switches": platform["links"]["nvswitches"] > 0,
         "open modules": bool((platform.get("driver") or {}).get("open_modules")),
+        "big pages": bool((platform.get("driver") or {}).get("page_size_kib")),
         "memory nodes": bool((platform.get("host") or {}).get("numa")),
     }
     numbered = [name.split(".")[1] for name in fault.state if name.startswith("gpus.")]

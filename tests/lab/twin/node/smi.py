@@ -191,6 +191,7 @@ def one_gpu(
     domain, bus, slot = re.split("[:.]", gpu["address"])[:3]
     persistence = settings.get("persistence", "Enabled" if persistenced() else "Disabled")
     power = f"{settings.get('power_limit_w', gpu.get('power_limit_w', 700)):.2f} W"
+    usual = gpu.get("power_default_w", gpu.get("power_limit_w", 700))
     clock = settings.get("sm_clock_mhz") or gpu.get("idle_sm_mhz", 345)
     values: dict[str, Any] = {
         "product_name": gpu["name"],
@@ -228,8 +229,10 @@ def one_gpu(
         "temperature/gpu_temp": f"{gpu.get('temperature_c', 34)} C",
         "gpu_power_readings/current_power_limit": power,
         "gpu_power_readings/requested_power_limit": power,
-        "gpu_power_readings/default_power_limit": f"{gpu.get('power_limit_w', 700):.2f} W",
-        "gpu_power_readings/max_power_limit": f"{gpu.get('power_limit_w', 700):.2f} W",
+        "gpu_power_readings/default_power_limit": f"{usual:.2f} W",
+        "gpu_power_readings/max_power_limit": f"{usual:.2f} W",
+        "applications_clocks/graphics_clock": f"{gpu.get('clocks_mhz', gpu.get('max_sm_mhz', 1980))} MHz",
+        "default_applications_clocks/graphics_clock": f"{gpu.get('max_sm_mhz', 1980)} MHz",
         "clocks/graphics_clock": f"{clock} MHz",
         "clocks/sm_clock": f"{clock} MHz",
         "max_clocks/graphics_clock": f"{gpu.get('max_sm_mhz', 1980)} MHz",
@@ -237,6 +240,8 @@ def one_gpu(
     }
     for path, value in values.items():
         put(node, path, str(value))
+    for reason in gpu.get("slowed", ()):
+        put(node, f"clocks_event_reasons/clocks_event_reason_{reason}", "Active")
     name, status = fabric(gpu)
     put(node, "fabric/state", name)
     put(node, "fabric/status", status)
@@ -498,6 +503,41 @@ def change(wanted: str | None, what: str, values: dict[str, Any], told: str) -> 
     return "\n".join([*lines, "All done.", ""])
 
 
+CLIENTS = ("twin-nv-fabricm", "twin-nvidia-per")
+"""Daemons that have every GPU open, as the kernel cuts their names."""
+
+
+def reset(top: ET.Element) -> str:
+    """`--gpu-reset` of all GPUs: what only a reset clears is gone, and so is the fabric, until its manager starts.
+    Raises Refused while anybody has a GPU open, the fabric manager among them, as the real tool does.
+    """
+    count = len(processes())
+    for folder in Path("/proc").glob("[0-9]*") if state.root() == Path("/") else ():
+        try:
+            count += (folder / "comm").read_text().strip() in CLIENTS
+        except OSError:
+            continue
+    if count:
+        names = "".join(f"  GPU {gpu.get('id')}: In use by another client\n" for gpu in top.findall("gpu"))
+        raise Refused(
+            f"The following GPUs could not be reset:\n{names}\n{count} devices are currently being used by one or "
+            "more other processes (e.g., Fabric Manager, CUDA application, graphics application such as an X server, "
+            "or a monitoring application such as another instance of nvidia-smi).\n",
+            INVALID,
+        )
+    worn, kernel = state.hardware(), state.kernel()
+    for gpu in state.usable(worn):
+        for name in ("remap_pending", "recovery"):
+            gpu.pop(name, None)
+    state.write_json(state.at("/var/lib/twin/hardware.json"), worn)
+    state.save_kernel({**kernel, "settings": {}})
+    state.at("/run/twin/fabric").unlink(missing_ok=True)
+    return (
+        "".join(f"GPU {gpu.get('id')} was successfully reset.\n" for gpu in top.findall("gpu"))
+        + "All done.\n"
+    )
+
+
 MODES = {"0": "Disabled", "1": "Enabled", "DISABLED": "Disabled", "ENABLED": "Enabled"}
 COMPUTE = {"0": "Default", "DEFAULT": "Default", "2": "Prohibited", "PROHIBITED": "Prohibited"}
 COMPUTE |= {"3": "Exclusive_Process", "EXCLUSIVE_PROCESS": "Exclusive_Process"}
@@ -621,10 +661,7 @@ def answer(words: Sequence[str]) -> str:
         return changed
     top = document(module)
     if "-r" in options:
-        return (
-            "".join(f"GPU {gpu.get('id')} was successfully reset.\n" for gpu in top.findall("gpu"))
-            + "All done.\n"
-        )
+        return reset(top)
     if "--query-gpu" in options:
         return query(top, options["--query-gpu"], options.get("--format", "csv"), options.get("-i"))
     if "--query-compute-apps" in options:

@@ -114,6 +114,26 @@ def library_version(name: str = "libnvidia-ml.so") -> str | None:
     return max(found, key=lambda version: [int(part) for part in version.split(".")], default=None)
 
 
+def files(worn: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Files that faults put on a twin: path -> `text` or `bytes` (a size). `{model}`, `{shard}`, `{cache}` and `{unit}`
+    in a path are those of the twin's first service."""
+    places = worn.get("places", {})
+    return {
+        str(row["path"]).format_map(places): row
+        for row in worn.get("files", [])
+        if all(part.partition("}")[0] in places for part in str(row["path"]).split("{")[1:])
+    }
+
+
+def write_file(path: Path, row: dict[str, Any]) -> None:
+    """Writes a fault's file: its text, or as many bytes as it says, allocated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(row.get("text", ""), encoding="utf-8")
+    if row.get("bytes"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, int(row["bytes"]))
+
+
 def name_process(name: str) -> None:
     """Says in the process's own name (`ps -o comm`) that it is a stand-in."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

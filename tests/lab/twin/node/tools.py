@@ -20,6 +20,8 @@ from tests.lab.twin.node import state, trees
 
 REAL_TIMEDATECTL = "/usr/bin/timedatectl"
 REAL_JOURNALCTL = "/usr/bin/journalctl"
+REAL_NUMACTL = "/usr/bin/numactl"
+REAL_GETCONF = "/usr/bin/getconf"
 FABRIC = "/run/twin/fabric"
 PERSISTENCE = "/run/twin/persistenced"
 NVIDIA_MODULES = (
@@ -216,7 +218,11 @@ def dkms(words: Sequence[str]) -> int:
 
 
 def mokutil(words: Sequence[str]) -> int:
-    """`mokutil --sb-state`."""
+    """`mokutil --sb-state`, and `mokutil --test-key FILE`: a twin's key is enrolled when its modules are signed."""
+    if words[:1] == ["--test-key"]:
+        is_known = bool(state.hardware().get("module_signed"))
+        print(f"{words[1]} is {'already' if is_known else 'not'} enrolled")
+        return 0
     print(f"SecureBoot {'enabled' if state.hardware().get('secure_boot') else 'disabled'}")
     return 0
 
@@ -257,6 +263,47 @@ def timedatectl(words: Sequence[str]) -> int:
         print(value if "--value" in words else f"NTPSynchronized={value}")
         return 0
     return os.execv(REAL_TIMEDATECTL, [REAL_TIMEDATECTL, *words])
+
+
+def getconf(words: Sequence[str]) -> int:
+    """The page size is the recorded kernel's; all else is the real program's."""
+    kib = state.hardware().get("page_size_kib")
+    if list(words) in (["PAGESIZE"], ["PAGE_SIZE"]) and kib:
+        print(kib * 1024)
+        return 0
+    return os.execv(REAL_GETCONF, [REAL_GETCONF, *words])
+
+
+def numactl(words: Sequence[str]) -> int:
+    """The real program, unless the hardware says that the kernel refuses."""
+    if state.hardware().get("memory_policy_denied"):
+        return fail("set_mempolicy: Operation not permitted\nsetting membind: Operation not permitted")
+    return os.execv(REAL_NUMACTL, [REAL_NUMACTL, *words])
+
+
+def docker(words: Sequence[str]) -> int:
+    """A container engine with the containers that the hardware names; it starts none."""
+    found = state.hardware().get("containers") or {}
+    rows = found.get("running", [])
+    if words[:1] == ["ps"]:
+        print("\n".join(row["name"] for row in rows))
+    elif words[:1] == ["inspect"]:
+        print(json.dumps([_container(row) for row in rows if row["name"] in words]))
+    elif words[:1] == ["info"]:
+        names = ["runc", *(["nvidia"] if found.get("gives_gpus") else [])]
+        print(json.dumps({"Runtimes": {name: {} for name in names}, "Name": "stand-in of a bringup twin"}))
+    else:
+        return fail("docker: stand-in of a bringup twin: it starts no containers")
+    return 0
+
+
+def _container(row: dict[str, Any]) -> dict[str, Any]:
+    asked = [{"Driver": "nvidia", "Count": -1, "Capabilities": [["gpu"]]}] if row.get("gpus") else None
+    return {
+        "Name": f"/{row['name']}",
+        "Config": {"Image": row["image"]},
+        "HostConfig": {"Runtime": "runc", "DeviceRequests": asked, "Devices": []},
+    }
 
 
 # --- daemons ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ LOCAL = {
         "twin-state",
         "hold-dpkg-lock",
     ),
-    "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build", "timedatectl"),
+    "/usr/local/bin": ("dmesg", "journalctl", "mokutil", "dkms-build", "timedatectl", "getconf", "numactl"),
 }
 """Programs that stand before the distribution's own in every PATH. nvidia-smi and the daemons come with packages."""
 
@@ -42,6 +42,12 @@ OTHER_KERNEL = "-twin"
 
 FAULTS = Path("/run/twin/faults")
 """Processes that faults have started, by pid."""
+
+LITTER = Path("/run/twin/litter.json")
+"""What faults have put on the twin: path -> the file's text before, None where there was none."""
+
+OVER = Path("/run/twin/over")
+"""Files that are bound over ones of the kernel."""
 
 STEP_LIMIT_S = 120
 UNITS = ("nvidia-persistenced", "nvidia-fabricmanager")
@@ -91,6 +97,7 @@ def refresh() -> int:
         tools.load_nvidia()
     tools.refresh()
     install_programs(worn)
+    put_litter(worn)
     if worn.get("fabric_state_lost"):
         state.at(tools.FABRIC).unlink(missing_ok=True)
     settle_units(worn, before)
@@ -108,11 +115,68 @@ def heal() -> None:
         source, target, *_ = line.split()
         if source == "twin-fault":
             subprocess.run(["umount", "-l", target], capture_output=True, timeout=STEP_LIMIT_S, check=False)
+    pick_up_litter()
     path = Path("/etc/environment")
     kept = [
         line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("http_proxy=")
     ]
     path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def put_litter(worn: dict[str, Any]) -> None:
+    """What faults put beside the hardware: files, variables of systemd, a small /dev/shm, packages half there."""
+    before: dict[str, str | None] = {}
+    for name, row in state.files(worn).items():
+        path = Path(name)
+        if name.startswith(("/proc/", "/sys/")):
+            if path.exists():
+                over = OVER / name.lstrip("/")
+                state.write_file(over, row)
+                bind(str(over), name)
+                before[name] = None
+            continue
+        before[name] = path.read_text(encoding="utf-8") if path.is_file() else None
+        state.write_file(path, row)
+    if worn.get("shm_mib"):
+        option = f"size={worn['shm_mib']}m,mode=1777"
+        _quietly("mount", "-t", "tmpfs", "-o", option, "twin-fault", "/dev/shm")
+    variables = worn.get("manager_environment", {})
+    if variables:
+        systemctl("set-environment", *(f"{name}={value}" for name, value in variables.items()))
+    for package in worn.get("dpkg_unpacked", []):
+        _quietly("sh", "-c", f"dpkg --force-depends --unpack /opt/twin/archive/{package}_*.deb")
+    note = {"files": before, "variables": list(variables), "packages": worn.get("dpkg_unpacked", [])}
+    state.write_json(LITTER, note)
+
+
+def pick_up_litter() -> None:
+    """Takes back what `put_litter` did."""
+    found = state.read_json(LITTER)
+    for name, text in found.get("files", {}).items():
+        path = Path(name)
+        if name.startswith(("/proc/", "/sys/")):
+            _quietly("umount", "-l", name)
+        elif text is None:
+            path.unlink(missing_ok=True)
+            _remove_empty(path.parent)
+        else:
+            path.write_text(text, encoding="utf-8")
+    if found.get("variables"):
+        systemctl("unset-environment", *found["variables"])
+    for package in found.get("packages", []):
+        _quietly("dpkg", "--force-all", "--purge", package)
+    LITTER.unlink(missing_ok=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Removes a folder and those above it for as long as they are empty."""
+    while folder != Path("/") and not any(folder.iterdir()):
+        folder.rmdir()
+        folder = folder.parent
+
+
+def _quietly(*argv: str) -> None:
+    subprocess.run(argv, capture_output=True, timeout=STEP_LIMIT_S, check=False)
 
 
 def fault(words: Sequence[str]) -> int:
@@ -172,6 +236,11 @@ def install_programs(worn: dict[str, Any]) -> None:
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(STANDIN)
+    docker = Path("/usr/local/bin/docker")
+    if worn.get("containers") and not docker.is_symlink():
+        docker.symlink_to(STANDIN)
+    elif not worn.get("containers"):
+        docker.unlink(missing_ok=True)
     text = MOTD.format(host=worn["host"], platform=worn["platform"])
     Path("/etc/motd").write_text(text, encoding="utf-8")
     Path("/etc/issue.net").write_text(text, encoding="utf-8")

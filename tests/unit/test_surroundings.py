@@ -1,0 +1,265 @@
+"""What surrounds a server is read from files and tools as they are: limits, drop-ins, containers, mirrors, models."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from bringup import plan, preflight
+from bringup.node import surroundings
+from bringup.rolevars import preflight as variables
+
+UNIT = "bringup-big.service"
+
+
+def put(root: Path, path: str, text: str) -> Path:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_limits_of_the_first_process_and_the_machine_are_read(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "/proc/1/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max open files            1024                 524288               files     \n"
+        "Max locked memory         8388608              unlimited            bytes     \n",
+    )
+    put(tmp_path, "/proc/1/status", "CapBnd:\t00000000a80425fb\n")
+    put(tmp_path, "/proc/sys/fs/file-nr", "2048\t0\t9223372036854775807\n")
+    put(tmp_path, "/proc/sys/kernel/threads-max", "95000\n")
+    put(tmp_path, "/sys/fs/cgroup/system.slice/pids.max", "4915\n")
+    found = surroundings.limits(tmp_path)
+    assert (found["open_files"], found["locked_memory"], found["raised"]) == (524288, -1, False)
+    assert (found["files_open"], found["tasks_most"]) == (2048, 4915)
+    assert found["open_files_most"] is None
+
+
+def test_the_last_drop_in_counts_and_only_those_of_the_unit(tmp_path: Path) -> None:
+    put(tmp_path, "/etc/systemd/system/service.d/10-all.conf", "[Service]\nTasksMax=512\nNice=5\n")
+    put(tmp_path, "/usr/lib/systemd/system/bringup-.service.d/20-ours.conf", "[Service]\nTasksMax = 4096\n")
+    put(tmp_path, "/etc/systemd/system/nginx.service.d/30.conf", "[Service]\nLimitNOFILE=64\n")
+    put(tmp_path, "/usr/lib/systemd/system/bringup-big.service.d/30.conf", "[Service]\nRestart=no\n")
+    put(tmp_path, "/etc/systemd/system/bringup-big.service.d/30.conf", "[Service]\n# taken out\n")
+    rows = surroundings.overrides([UNIT], tmp_path)
+    assert [(row["key"], row["value"]) for row in rows] == [("TasksMax", "4096")]
+    assert rows[0]["file"] == "/usr/lib/systemd/system/bringup-.service.d/20-ours.conf"
+
+
+def test_shared_memory_that_somebody_maps_is_not_stale(tmp_path: Path) -> None:
+    for name in ("nccl-dead", "nccl-alive", "pulse-shm-1"):
+        put(tmp_path, f"/dev/shm/{name}", "x")
+    put(tmp_path, "/proc/77/maps", "7f00-7f01 rw-s 00000000 00:18 5    /dev/shm/nccl-alive\n")
+    found = surroundings.shared_memory(tmp_path)
+    assert found is not None
+    assert (found["stale"], found["stale_count"]) == (["nccl-dead"], 1)
+
+
+def test_huge_pages_are_read_in_bytes(tmp_path: Path) -> None:
+    put(tmp_path, "/sys/kernel/mm/hugepages/hugepages-524288kB/nr_hugepages", "4\n")
+    put(tmp_path, "/sys/kernel/mm/hugepages/hugepages-524288kB/free_hugepages", "3\n")
+    put(tmp_path, "/proc/cmdline", "root=/dev/x hugepagesz=1G hugepages=8\n")
+    found = surroundings.huge_pages(tmp_path)
+    assert found == {"sizes": [{"size": 512 * 1024**2, "pages": 4, "free": 3}], "asked": [1024**3]}
+
+
+def test_values_of_choices_and_patterns_are_read(tmp_path: Path) -> None:
+    put(tmp_path, "/sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    for number, value in enumerate(("performance", "powersave")):
+        put(tmp_path, f"/sys/devices/system/cpu/cpu{number}/cpufreq/scaling_governor", f"{value}\n")
+    asked = [
+        "/sys/kernel/mm/transparent_hugepage/enabled",
+        "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+        "/proc/sys/not/there",
+    ]
+    assert sorted(surroundings.values(asked, tmp_path).values()) == ["madvise", "performance", "powersave"]
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        yield port
+
+
+def test_an_address_answers_or_says_why_not(listening: int, tmp_path: Path) -> None:
+    put(tmp_path, "/srv/there", "")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        silent = free.getsockname()[1]
+        rows = surroundings.addresses(
+            [
+                {"host": "127.0.0.1", "port": listening, "purpose": "a"},
+                {"host": "127.0.0.1", "port": silent, "purpose": "b"},
+                {"host": "no-such-name.invalid", "port": 443, "purpose": "c"},
+                {"host": "no-such-name.invalid", "port": 443, "purpose": "d", "unless": "/srv/there"},
+            ],
+            tmp_path,
+        )
+    assert [row["purpose"] for row in rows] == ["a", "b", "c"]
+    assert rows[0]["error"] == ""
+    assert rows[1]["error"].startswith("no connection")
+    assert rows[2]["error"].startswith("name not found")
+
+
+def test_the_nodes_own_index_and_proxy_are_asked_for(tmp_path: Path) -> None:
+    row = {"host": "pypi.org", "port": 443, "purpose": "p", "kind": "pip"}
+    asked: list[tuple[str, int]] = []
+
+    def connect(host: str, port: int) -> str:
+        asked.append((host, port))
+        return ""
+
+    put(tmp_path, "/etc/pip.conf", "[global]\nindex-url = http://mirror.example:8080/simple\n")
+    surroundings.addresses([row], tmp_path, connect)
+    put(tmp_path, "/etc/environment", 'https_proxy="http://user:secret@proxy.example:3128"\n')
+    surroundings.addresses([row], tmp_path, connect)
+    put(
+        tmp_path,
+        "/etc/environment",
+        "https_proxy=http://proxy.example:3128\nno_proxy=localhost,mirror.example\n",
+    )
+    surroundings.addresses([row], tmp_path, connect)
+    put(tmp_path, "/etc/pip.conf", "[global]\nno-index = true\n")
+    surroundings.addresses([row], tmp_path, connect)
+    assert asked == [("mirror.example", 8080), ("proxy.example", 3128), ("mirror.example", 8080)]
+
+
+def test_containers_with_gpus_are_told_from_others() -> None:
+    rows = [
+        {
+            "Name": "/a",
+            "Config": {"Image": "i"},
+            "HostConfig": {"DeviceRequests": [{"Capabilities": [["gpu"]]}]},
+        },
+        {"Name": "/b", "Config": {"Image": "i"}, "HostConfig": {"Devices": [{"PathOnHost": "/dev/nvidia0"}]}},
+        {"Name": "/c", "Config": {"Image": "i"}, "HostConfig": {"Runtime": "nvidia"}},
+        {"Name": "/d", "Config": {"Image": "i"}, "HostConfig": {"DeviceRequests": None, "Devices": []}},
+        {
+            "Name": "/e",
+            "Config": {"Image": "i"},
+            "HostConfig": {"DeviceRequests": [{"DeviceIDs": ["nvidia.com/gpu=all"]}]},
+        },
+    ]
+    found = surroundings.parse_containers(json.dumps(rows))
+    assert [row["name"] for row in found] == ["a", "b", "c", "e"]
+    assert surroundings.parse_containers("Error: no such thing") == []
+
+
+def test_what_every_unit_inherits_is_read_without_passwords(tmp_path: Path) -> None:
+    def runner(argv: Sequence[str], limit_s: int) -> tuple[int, str]:
+        return 0, "LANG=C\nLD_PRELOAD=/x.so\nhttp_proxy=http://me:secret@proxy.example:1\nNCCL_DEBUG=INFO\n"
+
+    put(tmp_path, "/etc/nccl.conf", "# ours\nNCCL_BUFFSIZE = 1\n")
+    found = surroundings.environment(runner, tmp_path)
+    assert found["manager"] == {
+        "LD_PRELOAD": "/x.so",
+        "http_proxy": "http://proxy.example:1",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert (found["nccl"], found["char_links"]) == ({"NCCL_BUFFSIZE": "1"}, False)
+
+
+def test_a_cache_is_its_users_or_somebody_elses(tmp_path: Path) -> None:
+    import pwd
+
+    me = pwd.getpwuid(os.getuid()).pw_name
+    put(tmp_path, "/var/cache/big/triton/x.so", "")
+    assert surroundings.cache("/var/cache/big", me, tmp_path)["foreign"] is None
+    assert (
+        surroundings.cache("/var/cache/big", "nobody-has-this", tmp_path)["foreign"]
+        == "/var/cache/big/triton"
+    )
+    assert surroundings.cache("/var/cache/none", me, tmp_path)["foreign"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "pointer of git-lfs"),
+        ("a.gguf", b"lmgg" + b"\0" * 60, "is no GGUF"),
+        ("a.safetensors", struct.pack("<Q", 1 << 50) + b"x" * 56, "no safetensors"),
+        ("a.safetensors", struct.pack("<Q", 2) + b"{}", "has 10 bytes of 64"),
+        ("config.json", b"{}" * 32, ""),
+    ],
+)
+def test_a_models_file_is_judged_by_size_and_first_bytes(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = surroundings.wrong_file(tmp_path / name, 64)
+    assert len(found) == bool(says)
+    assert says in "".join(found)
+
+
+def test_a_missing_file_counts_only_in_a_model_that_is_said_to_be_whole(tmp_path: Path) -> None:
+    row = {
+        "name": "m",
+        "folder": "/m",
+        "stamp": "/m/.bringup/ready.json",
+        "files": [{"path": "a", "size": 1}],
+    }
+    assert surroundings.model(row, tmp_path) is None
+    (tmp_path / "m").mkdir()
+    found = surroundings.model(row, tmp_path)
+    assert found is not None
+    assert found["problems"] == []
+    put(tmp_path, "/m/.bringup/ready.json", "{}")
+    found = surroundings.model(row, tmp_path)
+    assert found is not None
+    assert found["problems"] == ["a is missing"]
+
+
+def test_packages_half_there_are_found(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "/var/lib/dpkg/status",
+        "Package: good\nStatus: install ok installed\n\nPackage: gone\nStatus: deinstall ok config-files\n\n"
+        "Package: half\nStatus: install ok unpacked\n\nPackage: held\nStatus: hold ok half-configured\n",
+    )
+    assert surroundings.packages_broken(tmp_path) == ["half", "held"]
+
+
+# --- what a later role mends --------------------------------------------------------------------------------
+
+
+def test_what_a_role_of_the_run_mends_refuses_nobody_and_is_judged_again() -> None:
+    from tests.unit.test_preflight import CASES, load
+
+    _, node, wanted = load(CASES / "driver-missing.yml")
+    expected = preflight.Expected.of({**wanted, "mends": {"DRIVER_MISSING": "nvidia_driver"}})
+    alone = preflight.verdicts(node, expected)
+    assert [(one.code, one.severity) for one in alone] == [("DRIVER_MISSING", "error")]
+    assert alone[0].mended_by == "nvidia_driver"
+    within = preflight.verdicts(node, expected, ["nvidia_driver"])
+    assert [(one.code, one.severity) for one in within] == [("DRIVER_MISSING", "note")]
+    assert "role nvidia_driver of this run" in within[0].what
+    assert preflight.refusal("node", within) == ""
+    assert preflight.deferred(node, expected, ["nvidia_driver"]) == ["DRIVER_MISSING"]
+    assert preflight.deferred(node, expected, ["cuda_runtime"]) == []
+
+
+def test_a_site_that_keeps_its_driver_to_itself_gets_no_promise() -> None:
+    from dataclasses import replace
+
+    whole = plan.load("h20")
+    host = whole.hosts[0]
+    mends = variables.variables(host, whole)["preflight_expected"]["mends"]
+    assert mends["DRIVER_MISSING"] == "nvidia_driver"
+    kept = replace(host, site={**host.site, "driver": {**host.site["driver"], "manage": False}})
+    assert "DRIVER_MISSING" not in variables.variables(kept, whole)["preflight_expected"]["mends"]
+
+
+def test_a_plan_asks_for_hubs_and_index_only_where_nothing_nearer_is_named() -> None:
+    whole = plan.load("h20")
+    rows = variables.variables(whole.hosts[0], whole)["preflight_expected"]["addresses"]
+    assert {row["host"] for row in rows} == {"huggingface.co", "modelscope.cn", "pypi.org"}
+    assert all(row["unless"].startswith("/") for row in rows)
