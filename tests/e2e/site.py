@@ -24,7 +24,7 @@ import yaml
 from bringup import ROOT, lab
 
 INVOKE = Path(sys.executable).parent / "invoke"
-COMMAND_LIMIT_S = 600
+COMMAND_LIMIT_S = 1800
 LOOK_LIMIT_S = 240
 SERVE_LIMIT_S = 360
 STEP_S = 0.5
