@@ -65,6 +65,9 @@ SANDBOX = (
     "SystemCallArchitectures=native",
     "SystemCallErrorNumber=EPERM",
     "UMask=0077",
+    # A core would hold weights and keys. A handler in core_pattern is not bound by LimitCORE: it gets no memory.
+    "LimitCORE=0",
+    "CoredumpFilter=0",
 )
 """What holds for every unit of ours. No MemoryDenyWriteExecute for engines: they compile at run time."""
 
@@ -239,7 +242,6 @@ def unit_text(service: Service, host: HostPlan) -> str:
     limits = [
         f"LimitNOFILE={OPEN_FILES}",
         "LimitMEMLOCK=infinity",
-        "LimitCORE=0",
         f"TasksMax={TASKS}",
         f"MemoryMax={int(service.memory_gib * 1024)}M" if service.memory_gib else None,
         f"CPUAffinity={service.placement.cpus}" if service.placement.cpus else None,
@@ -331,7 +333,6 @@ def log_unit_text(service: Service) -> str:
         "Restart=always",
         "RestartSec=1",
         "TimeoutStopSec=60",
-        "LimitCORE=0",
         "Nice=5",
         *HELPER_SANDBOX,
         f"ReadWritePaths={LOGS}/{service.name}" if logs.mode == "file" else None,
@@ -394,7 +395,6 @@ def watch_unit_text(service: Service) -> str:
         "RuntimeDirectoryPreserve=yes",
         "Restart=always",
         "RestartSec=10",
-        "LimitCORE=0",
         *HELPER_SANDBOX,
         "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6",
     ]
@@ -411,7 +411,6 @@ def restart_unit_text(service: Service, longest_s: int, *options: str) -> str:
         "Type=oneshot",
         f"ExecStart={command([*program('restart'), service.name, *options])}",
         f"TimeoutStartSec={longest_s}",
-        "LimitCORE=0",
         *(line for line in HELPER_SANDBOX if not line.startswith(dropped)),
         # For the packet filter, which refuses new connections while requests in flight end.
         "CapabilityBoundingSet=CAP_NET_ADMIN",
@@ -470,7 +469,6 @@ def lease_unit_text() -> str:
         f"ExecStart={command(program('lease'))}",
         "Restart=always",
         "RestartSec=2",
-        "LimitCORE=0",
         "LimitNOFILE=256",
         "MemoryMax=128M",
         "TasksMax=32",

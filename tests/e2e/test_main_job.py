@@ -412,9 +412,16 @@ def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(pair: Site) 
         assert key not in done.text + asked.text
         seen = on(
             name,
-            "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; journalctl -o cat",
+            "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; ps axeww; "
+            "journalctl -o cat --namespace='*'; cat /var/lib/bringup/starts/* /var/lib/bringup/restarts/*",
         )
         assert key not in seen
+        pid = main_pid(name, unit(pair))
+        no_core = on(name, f"grep 'Max core' /proc/{pid}/limits; cat /proc/{pid}/coredump_filter").split()
+        assert no_core[4:6] == ["0", "0"], "no core, which would hold the key"
+        assert no_core[-1] == "00000000", "and nothing in it for a handler that takes one all the same"
+        report = pair.invoke("status", "--json").text + pair.invoke("history", "--json").text
+        assert key not in report
         held = on(name, f"grep -rlF {key} /etc /var /opt /run /tmp /home 2>/dev/null || true").splitlines()
         assert held, "the key is on the node"
         for path in held:
