@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bringup import report, runs
-from bringup.events import Change
+from bringup.events import NO_ROLE, Change, HostOutcome, RoleOutcome
+from bringup.progress import elapsed
 from bringup.runs import RunRecord
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 CHANGES_SHOWN = 500
+LABEL_PERCENT = 1.4
+"""Width of a bar, in percent of the lane, that each letter of its label needs on a desktop's screen."""
 
 
 def render(record: RunRecord) -> str:
@@ -31,6 +34,7 @@ def render(record: RunRecord) -> str:
         answers=[report.answer_line(answer) for answer in record.answers],
         changes=[_change(change) for change in record.changes[:CHANGES_SHOWN]],
         lanes=_lanes(record),
+        whole=elapsed(_whole(record)),
         roles=_roles(record),
     )
 
@@ -53,32 +57,42 @@ def _tone(line: str) -> str:
     return {"+": "add", "-": "del"}.get(line[:1], "")
 
 
+def _shown(host: HostOutcome) -> dict[str, RoleOutcome]:
+    """Roles in their order. Tasks outside of any (locks, between roles) have no time of their own beside roles."""
+    roles = {title: role for title, role in host.roles.items() if title != NO_ROLE}
+    return roles or dict(host.roles)
+
+
+def _whole(record: RunRecord) -> float:
+    """Seconds from the run's begin to the end of its last role."""
+    return max([*(role.end_s for host in record.hosts.values() for role in _shown(host).values()), 0.001])
+
+
 def _lanes(record: RunRecord) -> list[dict[str, Any]]:
     """A bar for each role on each host, in percent of the run's time."""
-    ends = [role.end_s for host in record.hosts.values() for role in host.roles.values()]
-    whole = max([*ends, 0.001])
+    whole = _whole(record)
     return [
-        {
-            "host": name,
-            "bars": [
-                {
-                    "left": round(100 * role.begin_s / whole, 2),
-                    "width": round(100 * role.seconds / whole, 2),
-                    "tone": "failed" if role.failed else "changed" if role.changed else "",
-                    "title": f"{title}: {role.seconds:.1f} s, {role.ok} ok, {role.changed} changed",
-                }
-                for title, role in host.roles.items()
-            ],
-        }
+        {"host": name, "bars": [_bar(title, role, whole) for title, role in _shown(host).items()]}
         for name, host in record.hosts.items()
     ]
+
+
+def _bar(title: str, role: RoleOutcome, whole: float) -> dict[str, Any]:
+    width = round(100 * role.seconds / whole, 2)
+    return {
+        "left": round(100 * role.begin_s / whole, 2),
+        "width": width,
+        "tone": "failed" if role.failed else "changed" if role.changed else "",
+        "label": title if width > LABEL_PERCENT * len(title) else "",
+        "title": f"{title}: {role.seconds:.1f} s, {role.ok} ok, {role.changed} changed",
+    }
 
 
 def _roles(record: RunRecord) -> list[dict[str, Any]]:
     """Each role with the host on which it took longest."""
     rows: dict[str, dict[str, Any]] = {}
     for name, host in record.hosts.items():
-        for title, role in host.roles.items():
+        for title, role in _shown(host).items():
             row = rows.setdefault(title, {"role": title, "host": name, "seconds": 0.0, "changed": 0})
             row["changed"] += role.changed
             if role.seconds >= row["seconds"]:
