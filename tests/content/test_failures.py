@@ -97,6 +97,27 @@ def test_reports_that_were_not_used_for_the_rules_stay_found() -> None:
     assert len(right) >= 0.9 * len(rows)
 
 
+def test_collected_wordings_keep_their_cause() -> None:
+    """Short lines of public reports; how many were found at first sight is in docs/diagnose.md."""
+    rows = _rows("collected.jsonl")
+    verdicts = {row["id"]: (row["cause"], _first(_text(row))) for row in rows}
+    missed = {
+        key: pair for key, pair in verdicts.items() if pair[1] != (None if pair[0] == "benign" else pair[0])
+    }
+    wrong = {key: pair for key, pair in missed.items() if pair[1] is not None}
+    assert len(rows) >= 330
+    assert len({row["cause"] for row in rows}) >= 110
+    assert len(missed) <= 0.05 * len(rows), missed
+    assert len(wrong) <= 0.02 * len(rows), wrong
+
+
+def test_every_collected_wording_is_a_known_cause_with_a_source() -> None:
+    rows = _rows("collected.jsonl")
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert {row["cause"] for row in rows} - {"benign"} <= set(CAUSES)
+    assert all(row["source"].startswith("https://") and row["evidence"] for row in rows)
+
+
 @pytest.mark.parametrize("line", (CASES / "healthy-lines.txt").read_text(encoding="utf-8").splitlines())
 def test_lines_of_healthy_machines_raise_no_alarm(line: str) -> None:
     assert _first(line) is None
