@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ TUNNEL_LIMIT_S = 20.0
 POLL_S = 0.05
 PROFILE = "profile"
 """Says that a result is compared with what the profile's measurement promises."""
+BENCH = "bench"
+LAST = "last"
 RESULT = "bench.json"
 DIGEST = 12
 """Hexadecimal digits of a digest that a fingerprint shows."""
@@ -59,11 +62,11 @@ def run(
     if scale != 1:
         suite, suite_name = suites.scaled(suite, scale), f"{suite_name} at {scale:g} of its lengths"
     chosen = _chosen(inventory, limit, service)
-    before = _before(against, chosen)
     place = inventories.folder_of(inventory).name
+    before = _before(against, chosen, place)
     arguments = {"suite": suite_name, "limit": limit, "service": service, "against": against}
     with playbook.signals(), lock.hold(place, f"bench {inventory}") as notes:
-        record = runs.begin("bench", place, {"inventory": inventory, **arguments}, notes=notes)
+        record = runs.begin(BENCH, place, {"inventory": inventory, **arguments}, notes=notes)
         try:
             parts = [measure(suite, *one, name=suite_name, say=say) for one in chosen]
         except KeyboardInterrupt:
@@ -250,8 +253,19 @@ def _chosen(
     return found
 
 
+def earlier(name: str, command: str, place: str) -> runs.RunRecord:
+    """An earlier run by its id or a part of it; `last` is the newest of this command on this inventory, and not
+    one of the plays that it ran. Raises UsageError."""
+    if name != LAST:
+        return runs.find(name)
+    found = (one for one in runs.listed(place, limit=sys.maxsize) if one.name == command)
+    if (newest := next(found, None)) is None:
+        raise UsageError(Problem(f"run {LAST}", f"there is no run of {command} on {place}"))
+    return newest
+
+
 def _before(
-    against: str | None, chosen: Sequence[tuple[fleet.Host, HostPlan, Service]]
+    against: str | None, chosen: Sequence[tuple[fleet.Host, HostPlan, Service]], place: str
 ) -> dict[str, Mapping[str, Summary]]:
     """What to compare with, by target; {} for nothing."""
     from bringup import benching
@@ -278,7 +292,7 @@ def _before(
         return dict(found)
     path = Path(against)
     if not path.is_file():
-        path = runs.find(against).folder / RESULT
+        path = earlier(against, BENCH, place).folder / RESULT
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

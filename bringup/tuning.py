@@ -250,7 +250,7 @@ def _before(resume: str | None, job: Job) -> Path | None:
     """The folder of the run to go on with. Raises UsageError when it tuned something else."""
     if resume is None:
         return None
-    folder = runs.find(resume).folder
+    folder = measuring.earlier(resume, NAME, job.folder.name).folder
     if not tune.load_state(folder / STATE, job.key):
         raise UsageError(Problem("--resume", f"run {folder.name} has measured no setting to go on from"))
     return folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bringup import bench, benching, catalog, envlock, inventory, measuring, tune, tuning
+from bringup import bench, benching, catalog, envlock, inventory, measuring, runs, tune, tuning
 from bringup import plan as plans
 from bringup.entries import build
 from bringup.errors import HostUnreachable, UsageError
@@ -182,16 +182,29 @@ def test_files_of_a_result_lie_in_the_runs_folder_and_can_be_compared_with(tmp_p
         "report.html",
         "against.json",
     }
-    found = measuring._before(str(tmp_path / "bench.json"), ())
+    found = measuring._before(str(tmp_path / "bench.json"), (), "lab")
     assert found == {"a": whole.targets[0].summaries}
+
+
+def test_the_last_run_is_that_of_the_command_and_not_a_play_that_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "FOLDER", tmp_path)
+    with pytest.raises(UsageError, match="there is no run of tune on lab"):
+        measuring.earlier("last", "tune", "lab")
+    tuned = runs.begin("tune", "lab", {})
+    step = runs.begin("tune-step", "lab", {})
+    runs.begin("tune", "another", {})
+    assert measuring.earlier("last", "tune", "lab").id == tuned.id
+    assert measuring.earlier(step.id, "tune", "lab").id == step.id
 
 
 def test_a_profile_without_a_measurement_is_nothing_to_compare_with() -> None:
     plan = plans.resolve(inventory.read("lab"), catalog.lazy())
     chosen = [(HERE, plan.hosts[0], plan.hosts[0].services[0])]
     with pytest.raises(UsageError, match="cpu-words-llama-server has no measurement of its own"):
-        measuring._before("profile", chosen)
-    recorded = measuring._before("gh200-2x-glm-5.2-fp8-vllm", chosen)
+        measuring._before("profile", chosen, "lab")
+    recorded = measuring._before("gh200-2x-glm-5.2-fp8-vllm", chosen, "lab")
     assert all(loads for loads in recorded.values())
 
 
