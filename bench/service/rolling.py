@@ -40,6 +40,7 @@ PAUSE_S = 0.25
 REQUEST_LIMIT_S = 60.0
 TRIES_A_NODE = 3
 BETWEEN_S = 0.2
+PROVISION_LIMIT_S = 1800.0
 RESTARTS = "/var/lib/bringup/restarts/bringup-words.json"
 
 
@@ -196,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             place = sites.make(Path(folder) / "rolling", names)
             listen_to_the_network(place)
-            made = place.provision()
+            made = place.invoke("provision", "--json", limit=PROVISION_LIMIT_S)
             if made.code != Exit.DONE:
                 print(made.text[-5000:], file=sys.stderr)
                 return 1
