@@ -746,12 +746,16 @@ def twins_up(c: Context, inventory: str, limit: str | None = None, json: bool = 
         print(folder)
 
 
-@task(name="down", positional=[], help={"json": JSON})
-def twins_down(c: Context, json: bool = False) -> None:
-    """Remove every twin."""
+@task(
+    name="down",
+    positional=[],
+    help={"inventory": "only the twins of this inventory (default: all)", "json": JSON},
+)
+def twins_down(c: Context, inventory: str = "", json: bool = False) -> None:
+    """Remove every twin, or those of one inventory."""
     from bringup import report, twins
 
-    gone = twins.down()
+    gone = twins.down(inventory=inventory)
     if json:
         report.print_json({"removed": gone})
 

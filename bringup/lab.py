@@ -128,7 +128,7 @@ def say_to_stderr(text: str) -> None:
 
 def node_names(count: int, kind: str = "lab") -> list[str]:
     """`lab-01` ... for `count` nodes. Raises LabError for a count that the address plan has no room for."""
-    most = _room(kind)
+    most = room(kind)
     if not 1 <= count <= most:
         raise LabError(
             Problem(f"{count} nodes", f"the {kind} network has room for 1 to {most}", "Ask for fewer.")
@@ -136,7 +136,8 @@ def node_names(count: int, kind: str = "lab") -> list[str]:
     return [f"{kind}-{number:02d}" for number in range(1, count + 1)]
 
 
-def _room(kind: str) -> int:
+def room(kind: str) -> int:
+    """How many nodes of a kind the address plan has room for."""
     base = ADDRESS_BASE[kind]
     above = [other for other in ADDRESS_BASE.values() if other > base]
     return min([*above, 250]) - base
@@ -148,8 +149,8 @@ def address_of(name: str) -> str:
     if kind not in ADDRESS_BASE:
         what, remedy = unknown("kind of node", kind or name, tuple(ADDRESS_BASE))
         raise LabError(Problem(name, what, remedy))
-    if not number.isdecimal() or not 1 <= int(number) <= _room(kind):
-        raise LabError(Problem(name, f"a {kind} node's number is 01 to {_room(kind)}", f"Such as {kind}-01."))
+    if not number.isdecimal() or not 1 <= int(number) <= room(kind):
+        raise LabError(Problem(name, f"a {kind} node's number is 01 to {room(kind)}", f"Such as {kind}-01."))
     return f"{SUBNET}.{ADDRESS_BASE[kind] + int(number)}"
 
 
@@ -325,6 +326,11 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         return
     except PermissionError:
         _completed(_as_root(["kill", f"-{number.value}", "--", f"-{group}"]), 30)
+
+
+def alone(name: str, say: Say) -> contextlib.AbstractContextManager[None]:
+    """Only one process of this checkout does `name` at a time; see `LOCK_LIMIT_S`."""
+    return _locked(name, say)
 
 
 @contextlib.contextmanager

@@ -43,13 +43,13 @@ SUFFIX = "-twins"
 LABEL = "bringup.twin"
 SCHEMA_VERSION = 1
 AT_ONCE = 4
-DRESS_LIMIT_S = 180
+DRESS_LIMIT_S = 1260
 ON_NODE = "/usr/lib/twin/tests/lab/twin/node"
 WHEELS = "/opt/twin/wheels"
 STAND_IN_DISK_GIB = 0.5
 """What must stay free on a twin: its disk is this machine's, and no part of the recorded hardware."""
 
-LIKE_A_MACHINE = ("--shm-size", "16g", "--ulimit", "memlock=-1:-1", "--ulimit", "nofile=1048576:1048576")
+LIKE_A_MACHINE = ("--shm-size", "16g")
 """Arguments of `docker run` that give a twin what every machine has, and a container has not."""
 
 REAL_ENGINES = ("llama-server",)
@@ -481,12 +481,40 @@ class Twin:
     arch: str
 
 
-def assigned(hosts: Sequence[str], arch: str = "amd64") -> list[Twin]:
-    """twin-01 for the first host, and so on. Raises LabError when there are more hosts than addresses."""
+def given() -> dict[str, dict[str, str]]:
+    """Inventory -> host -> name of its twin, for every inventory that has twins."""
+    found = {}
+    for path in sorted(FOLDER.glob(f"*{SUFFIX}/{MARK}")):
+        mark = json.loads(path.read_text(encoding="utf-8"))
+        found[str(mark["of"])] = {host: str(row["twin"]) for host, row in mark["hosts"].items()}
+    return found
+
+
+def assigned(inventory: str, hosts: Sequence[str], arch: str = "amd64") -> list[Twin]:
+    """A twin for each host: the one that it has, else the lowest name that no inventory's twin has (twin-01 and on).
+
+    Raises LabError when the addresses for twins are used up, and says by whom.
+    """
     from bringup import lab
 
-    names = lab.node_names(len(hosts), KIND)
-    return [Twin(name, host, arch) for name, host in zip(names, hosts, strict=True)]
+    before = given()
+    own = before.pop(inventory, {})
+    taken = {name for names in before.values() for name in names.values()}
+    kept = {host: name for host in hosts if (name := own.get(host)) and name not in taken}
+    every = lab.node_names(lab.room(KIND), KIND)
+    free = [name for name in every if name not in taken and name not in kept.values()]
+    if len(hosts) - len(kept) > len(free):
+        others = ", ".join(f"{other} has {len(names)}" for other, names in before.items()) or "nobody has any"
+        raise lab.LabError(
+            Problem(
+                f"twins of {inventory}",
+                f"{len(hosts)} hosts want a twin, {len(free) + len(kept)} of {len(every)} addresses are free "
+                f"({others})",
+                "Give some back: invoke twins.down --inventory NAME; or name fewer hosts in the inventory.",
+            )
+        )
+    names = iter(free)
+    return [Twin(kept.get(host) or next(names), host, arch) for host in hosts]
 
 
 def dress(
@@ -514,8 +542,9 @@ def dress(
     names = [host.name for host in real.hosts]
     chosen = chosen_faults(faults, names)
     up = fleet.matching({host.name: host.groups for host in real.hosts}, limit)
-    twins = assigned(names, arch)
-    folder = write_inventory(inventory, real, twins)
+    with lab.alone("twins", say):
+        twins = assigned(inventories.read(inventory).name, names, arch)
+        folder = write_inventory(inventory, real, twins)
     stood_in = plan_for(real, {twin.host: twin.arch for twin in twins})
     write_stand_ins(real, stood_in)
     start([twin for twin in twins if twin.host in up], stood_in, chosen, say)
@@ -683,13 +712,27 @@ def container_arguments(name: str, packages: Path, who: str) -> list[str]:
     ]
 
 
-def down(say: Any = None) -> list[str]:
-    """Removes every twin, its inventory and its files; their names."""
+def down(say: Any = None, inventory: str = "") -> list[str]:
+    """Removes the twins of an inventory, or every twin, with its inventory and its files; their names. Raises
+    UsageError for an inventory that has none."""
     from bringup import lab
 
-    names = [node.name for node in lab.nodes() if node.name.startswith(f"{KIND}-")]
+    there = given()
+    if inventory and inventory not in there:
+        raise UsageError(Problem("--inventory", *unknown("inventory with twins", inventory, list(there))))
+    ours = set(there[inventory].values()) if inventory else None
+    names = [
+        node.name
+        for node in lab.nodes()
+        if node.name.startswith(f"{KIND}-") and (ours is None or node.name in ours)
+    ]
     gone = lab.down(names, say or lab.say_to_stderr) if names else []
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    if ours is None:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        return gone
+    shutil.rmtree(FOLDER / f"{inventory}{SUFFIX}", ignore_errors=True)
+    for name in ours:
+        shutil.rmtree(FOLDER / "nodes" / name, ignore_errors=True)
     return gone
 
 

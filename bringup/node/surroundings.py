@@ -219,11 +219,14 @@ def page_size(runner: Runner) -> int:
 
 
 def memory_policy(nodes: str, runner: Runner) -> str | None:
-    """Why memory cannot be bound to `nodes`; "" when it can, None when nobody can say."""
+    """Why the kernel does not let memory be bound to `nodes`; "" when it does, None when nobody can say."""
     if not nodes:
         return None
     code, text = runner(["numactl", f"--membind={nodes}", "true"], COMMAND_LIMIT_S)
-    return None if code in (124, 127) else "" if code == 0 else " ".join(text.split())[:200]
+    if code == 0:
+        return ""
+    # Nodes that are not there are another matter (NUMA_UNLIKE); only a refusal is one of rights.
+    return next((line.strip() for line in text.splitlines() if "not permitted" in line), None)
 
 
 def values(paths: Iterable[str], root: Path) -> dict[str, str]:

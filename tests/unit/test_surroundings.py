@@ -263,3 +263,19 @@ def test_a_plan_asks_for_hubs_and_index_only_where_nothing_nearer_is_named() -> 
     rows = variables.variables(whole.hosts[0], whole)["preflight_expected"]["addresses"]
     assert {row["host"] for row in rows} == {"huggingface.co", "modelscope.cn", "pypi.org"}
     assert all(row["unless"].startswith("/") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((0, ""), ""),
+        ((127, "not found"), None),
+        ((1, "libnuma: Warning: node argument 1 out of range"), None),
+        (
+            (1, "set_mempolicy: Operation not permitted\nsetting membind: x"),
+            "set_mempolicy: Operation not permitted",
+        ),
+    ],
+)
+def test_only_a_refusal_by_the_kernel_is_one_of_rights(answer: tuple[int, str], said: str | None) -> None:
+    assert surroundings.memory_policy("0-1", lambda argv, limit_s: answer) == said

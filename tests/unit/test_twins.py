@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, plan, preflight, surroundings, twins
+from bringup import ROOT, lab, plan, preflight, surroundings, twins
 from bringup.errors import UsageError
 from bringup.node import contents, facts
 from bringup.planned import HostPlan, Plan
@@ -200,7 +200,7 @@ def test_an_inventory_of_twins_names_the_same_hosts_and_hides_no_secret(
 ) -> None:
     monkeypatch.setattr(twins, "FOLDER", tmp_path)
     real = plan.load("h20")
-    folder = twins.write_inventory("h20", real, twins.assigned([host.name for host in real.hosts]))
+    folder = twins.write_inventory("h20", real, twins.assigned("h20", [host.name for host in real.hosts]))
     found = plan.load(str(folder))
     assert [host.name for host in found.hosts] == [host.name for host in real.hosts]
     assert found.inventory == "h20-twins"
@@ -208,6 +208,51 @@ def test_an_inventory_of_twins_names_the_same_hosts_and_hides_no_secret(
     text = (folder / "hosts.yml").read_text()
     assert "198.18.5." in text
     assert "192.0.2." not in text
+
+
+def mark(folder: Path, inventory: str, hosts: dict[str, str]) -> None:
+    rows = {host: {"twin": name, "arch": "amd64"} for host, name in hosts.items()}
+    twins.write(
+        folder / f"{inventory}-twins" / twins.MARK, json.dumps({"of": inventory, "hosts": rows}).encode()
+    )
+
+
+def test_two_inventories_have_twins_at_once_and_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "FOLDER", tmp_path)
+
+    def names(inventory: str, *hosts: str) -> dict[str, str]:
+        found = {one.host: one.name for one in twins.assigned(inventory, hosts)}
+        mark(tmp_path, inventory, found)
+        return found
+
+    assert names("one", "a", "b") == {"a": "twin-01", "b": "twin-02"}
+    assert names("two", "a") == {"a": "twin-03"}
+    assert names("one", "a", "b", "c") == {"a": "twin-01", "b": "twin-02", "c": "twin-04"}
+    assert names("one", "c") == {"c": "twin-04"}
+    assert names("two", "a", "b") == {"a": "twin-03", "b": "twin-01"}
+
+
+def test_when_the_addresses_are_used_up_it_is_said_by_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "FOLDER", tmp_path)
+    most = lab.room("twin")
+    mark(tmp_path, "big", {f"h{number}": f"twin-{number:02d}" for number in range(1, most)})
+    assert [one.name for one in twins.assigned("other", ["a"])] == [f"twin-{most:02d}"]
+    with pytest.raises(
+        lab.LabError, match=rf"2 hosts want a twin, 1 of {most} addresses are free \(big has {most - 1}\)"
+    ):
+        twins.assigned("other", ["a", "b"])
+
+
+def test_an_inventory_without_twins_cannot_give_any_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "FOLDER", tmp_path)
+    with pytest.raises(UsageError, match="h20"):
+        twins.down(inventory="h20")
 
 
 # --- hardware -----------------------------------------------------------------------------------------------

@@ -15,13 +15,28 @@ from typing import Any
 
 from tests.lab.twin.node import state
 
-MOUNTS = ("/sys/devices/system/node", "/sys/bus/pci", "/sys/module", "/proc/driver", "/proc/meminfo")
+MOUNTS = (
+    "/sys/devices/system/node",
+    "/sys/bus/pci",
+    "/sys/module",
+    "/proc/driver",
+    "/proc/meminfo",
+    "/proc/1/limits",
+)
 """What is bound over the machine's own."""
 
 GPU_CLASS, SWITCH_CLASS, BRIDGE_CLASS = 0x030200, 0x068000, 0x060400
 MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset")
 MIB_KB = 1024
 GIB_KB = 1024 * 1024
+
+
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max open files            1048576              1048576              files
+Max locked memory         unlimited            unlimited            bytes
+Max processes             unlimited            unlimited            processes
+"""
+"""/proc/1/limits of a machine; a container's first process has those of the engine that started it."""
 
 
 def write(worn: dict[str, Any], kernel: dict[str, Any], root: Path) -> None:
@@ -31,6 +46,7 @@ def write(worn: dict[str, Any], kernel: dict[str, Any], root: Path) -> None:
     modules(worn, kernel, root / "sys/module")
     driver(worn, kernel, root / "proc/driver")
     text(root / "proc/meminfo", meminfo(worn))
+    text(root / "proc/1/limits", LIMITS)
 
 
 def text(path: Path, content: str) -> None:

@@ -49,7 +49,7 @@ LITTER = Path("/run/twin/litter.json")
 OVER = Path("/run/twin/over")
 """Files that are bound over ones of the kernel."""
 
-STEP_LIMIT_S = 120
+STEP_LIMIT_S = 600
 UNITS = ("nvidia-persistenced", "nvidia-fabricmanager")
 
 
@@ -287,6 +287,9 @@ def bind(source: str, target: str) -> None:
     )
     if done.returncode:
         print(f"twin: {target}: {done.stderr.strip()}", file=sys.stderr)
+    # /sys/module is bound twice, and with shared mounts the second would appear on top of the first too. A shutdown
+    # takes both away at once, and systemd waits forever for the stop of the one that went by itself.
+    _quietly("mount", "--make-private", target)
 
 
 def born(words: Sequence[str]) -> int:
