@@ -32,6 +32,10 @@ REFUSED = 78
 GPU_WAIT_S = 30.0
 """How long GPUs may take to be given back by processes that are just being killed."""
 
+FABRIC_UNIT = "nvidia-fabricmanager.service"
+
+CACHE_ROOM_BYTES = 64 * 1024 * 1024
+
 PORT_WAIT_S = 10.0
 POLL_S = 0.5
 
@@ -110,6 +114,54 @@ def _named(pids: Iterable[int]) -> str:
         ", ".join(f"process {pid} ({common.command_line(pid)})" for pid in sorted(set(pids)))
         or "an unknown process"
     )
+
+
+def check_driver(
+    service: Mapping[str, Any], run: Callable[[list[str]], tuple[int, str, str]] = common.run
+) -> None:
+    """The driver answers and shows the service's GPUs; where they are joined by switches, the fabric manager
+    runs.
+    """
+    gpus = service.get("gpus") or []
+    if not gpus:
+        return
+    code, out, err = run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"])
+    if code != 0:
+        said = next((line.strip() for line in (*err.splitlines(), *out.splitlines()) if line.strip()), "")
+        raise Refusal("driver", f"the GPU driver does not answer: {said or code}. Run: invoke diagnose")
+    there = {int(row) for row in out.split() if row.isdigit()}
+    missing = ", ".join(str(gpu) for gpu in gpus if gpu not in there)
+    if missing:
+        raise Refusal(
+            "gpu-missing", f"GPU {missing} is not there, the driver shows {len(there)}. Run: invoke diagnose"
+        )
+    if service.get("fabric"):
+        _, out, _ = run(["systemctl", "show", FABRIC_UNIT, "--property", "LoadState,ActiveState"])
+        state = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+        if state.get("LoadState") == "loaded" and state.get("ActiveState") != "active":
+            raise Refusal(
+                "fabric",
+                f"{FABRIC_UNIT} is {state.get('ActiveState')}, and these GPUs are joined by switches."
+                " Run: invoke diagnose",
+            )
+
+
+def check_caches(service: Mapping[str, Any]) -> None:
+    """The folders that kernels compiled at run time are kept in are there, the server's own, and not full."""
+    for path in service.get("writable") or []:
+        try:
+            status, disk = Path(path).stat(), os.statvfs(path)
+        except OSError as error:
+            raise Refusal(
+                "cache-missing", f"{path}: {error.strerror}. Provision this node again (tag engine_service)"
+            ) from None
+        if service.get("user_id") is not None and status.st_uid != service["user_id"]:
+            raise Refusal(
+                "cache-not-writable",
+                f"{path} does not belong to {service['user']}. Provision this node again (tag engine_service)",
+            )
+        if disk.f_bavail * disk.f_frsize < CACHE_ROOM_BYTES or disk.f_flag & os.ST_RDONLY:
+            raise Refusal("cache-full", f"{path} has no room: what is compiled could not be kept. Free some")
 
 
 def check_gpus(
@@ -202,7 +254,7 @@ def check(name: str) -> int:
     service = common.load(name)
     service["user_id"] = user_id(service["user"])
     try:
-        for one in (check_program, check_model, check_port, check_gpus):
+        for one in (check_program, check_model, check_caches, check_port, check_driver, check_gpus):
             one(service)
     except Refusal as refusal:
         refuse(service, refusal)

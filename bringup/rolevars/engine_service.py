@@ -111,6 +111,8 @@ def description(service: Service, host: HostPlan) -> dict[str, Any]:
         "program": service.argv[0],
         "endpoints": asdict(service.endpoints),
         "gpus": list(service.gpus),
+        "fabric": bool(service.gpus and (host.expected.get("links") or {}).get("nvswitches")),
+        "writable": list(systemd.writable(service)),
         "warm_up": [asdict(step) for step in service.warm_up],
         "start_timeout_s": service.start_timeout_s,
         "stop_timeout_s": service.stop_timeout_s,

@@ -229,3 +229,49 @@ def test_an_engine_without_a_key_gets_exactly_its_argv(engine: dict[str, Any], t
     script = str(tmp_path / "engine.py")
     nasty = ["100% $HOME", "--", "-x", "ü", ""]
     assert started(engine, "--", sys.executable, script, *nasty) == f"{[script, *nasty]!r} None 0"
+
+
+# ---------------------------------------------------------------- driver, fabric and caches
+
+
+def driver(gpus: str, code: int = 0, fabric: str = "active") -> Any:
+    """nvidia-smi and systemctl as they answer on a node; `gpus`: what the driver shows."""
+
+    def run(words: list[str]) -> tuple[int, str, str]:
+        if words[0] == "nvidia-smi":
+            return code, gpus, "NVIDIA-SMI has failed because it couldn't communicate with the driver"
+        return 0, f"LoadState=loaded\nActiveState={fabric}\n", ""
+
+    return run
+
+
+def refusal(check: Any, *arguments: Any) -> str:
+    with pytest.raises(Refusal) as error:
+        check(*arguments)
+    return error.value.name
+
+
+def test_a_driver_that_does_not_answer_or_lacks_a_gpu_is_refused_by_name() -> None:
+    two = {"gpus": [0, 1], "fabric": True}
+    serve.check_driver(two, driver("0\n1\n"))
+    serve.check_driver({"gpus": []}, driver("", code=127))
+    assert refusal(serve.check_driver, two, driver("", code=9)) == "driver"
+    assert refusal(serve.check_driver, two, driver("0\n")) == "gpu-missing"
+
+
+def test_the_fabric_manager_counts_only_where_gpus_are_joined_by_switches() -> None:
+    assert (
+        refusal(serve.check_driver, {"gpus": [0], "fabric": True}, driver("0\n", fabric="failed")) == "fabric"
+    )
+    serve.check_driver({"gpus": [0], "fabric": False}, driver("0\n", fabric="failed"))
+
+
+def test_a_cache_folder_that_is_missing_foreign_or_full_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = {"writable": [str(tmp_path)], "user": "words", "user_id": os.getuid()}
+    serve.check_caches(mine)
+    assert refusal(serve.check_caches, {**mine, "writable": [str(tmp_path / "x")]}) == "cache-missing"
+    assert refusal(serve.check_caches, {**mine, "user_id": os.getuid() + 1}) == "cache-not-writable"
+    monkeypatch.setattr(serve, "CACHE_ROOM_BYTES", 1 << 62)
+    assert refusal(serve.check_caches, mine) == "cache-full"
