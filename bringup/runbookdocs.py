@@ -49,8 +49,9 @@ allowed.
 A file `playbooks/runbooks/<verb>-<thing>.yml`: a header with `when`, `effect`, `disruptive`, `undo` (a
 command, or `none:` and why), `verify`, `owner` and `duration`; plays with `runbook_serial` and
 `runbook_max_fail`, whose first task holds the node and whose last gives it back whatever happens; at least
-one task that begins with `Verify:` or `Gate:`. `tests/content/test_runbooks.py` holds it to that, and
-`tests/e2e/test_runbooks.py` to being played.
+one task that begins with `Verify:` or `Gate:`. `tests/content/test_runbooks.py` holds it to that, and to being
+played, its undo too: by `tests/e2e/test_runbooks.py` on nodes of the lab, or, when it needs GPUs, by
+`tests/e2e/test_twins_runbooks.py` on the twin of a node that has eight.
 
 """
 
