@@ -31,7 +31,7 @@ def test_a_node_has_the_address_of_its_name(name: str, address: str) -> None:
 
 
 def test_no_two_nodes_share_an_address_or_a_port() -> None:
-    names = [name for kind in lab.ADDRESS_BASE for name in lab.node_names(lab._room(kind), kind)]
+    names = [name for kind in lab.ADDRESS_BASE for name in lab.node_names(lab.room(kind), kind)]
     addresses = [lab.address_of(name) for name in names]
     assert len(set(addresses)) == len(names)
     assert len({lab.published_port(address) for address in addresses}) == len(names)
