@@ -497,6 +497,8 @@ def failures_add(
         "remedy": remedy,
         "source": source,
     }
+    if sys.stdin.isatty():
+        answers = failures.asked(answers)
     report.show_written(failures.add(cause, list(line), answers), as_json=json)
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from bringup import failures, logtext
+from bringup import bursts, failures, logtext
 from bringup.errors import Problem, UsageError
 
 CHUNK = 1 << 20
@@ -28,17 +28,8 @@ FIRST_KEPT = 60
 LAST_KEPT = 20
 """Matching lines of one pattern that are kept with their text; the others are only counted."""
 
-ALIKE = 8
-"""Lines of one kind that are read in full; further ones are only counted, except at the end of the log."""
-
 KINDS = 50_000
 """Kinds of lines that are remembered; then forgotten, so that memory stays flat."""
-
-REACH = 40
-"""Bytes after the word that led to a line in which a number tells one kind from another."""
-
-_VARYING = b"0123456789abcdef"
-"""Letters of numbers, addresses and identifiers: lines that differ in these alone are of one kind."""
 
 MAX_MEMBERS = 10_000
 """Files of one archive."""
@@ -90,6 +81,7 @@ class Reading:
     size: int = 0
     head: str = ""
     order: int = 0
+    dense: bool = False
 
 
 Source = tuple[str, BinaryIO]
@@ -117,6 +109,11 @@ class _Kind:
     seen: int = 0
     hits: dict[str, Hits] = field(default_factory=dict)
 
+    def repeat(self, times: int) -> None:
+        """Count lines that were not read in full."""
+        for found in self.hits.values():
+            found.count += times
+
 
 def _scan(
     reading: Reading,
@@ -127,47 +124,52 @@ def _scan(
     number: int,
     is_last: bool,
 ) -> int:
-    """Match one chunk of whole lines that begins with line `number`; returns the next chunk's number.
-
-    Lines are of one kind when they have the same letters apart from numbers and identifiers, were led to by the
-    same words, and, where a pattern asks for numbers, have the same numbers there: a burst costs its counting.
-    """
+    """Match one chunk of whole lines that begins with line `number`; returns the next chunk's number."""
     reading.size += len(chunk)
+    end = number + chunk.count(b"\n")
+    thinned = None
+    if reading.dense and b"\r" not in chunk:
+        unseen = _Kind()
+        thinned = bursts.thin(
+            chunk, tables, lambda identity: kinds.get(identity, unseen).seen, LAST_KEPT if is_last else 0
+        )
+        chunk = thinned.chunk
     lowered = chunk.lower()
     split = b"\r" in chunk
-    counted = 0
+    candidates = counted = line_number = 0
     hits = iter(tables.finder.find(lowered))
     start, anchor = next(hits, _NONE)
     while anchor >= 0:
         line_start, line_end = _bounds(chunk, start, split)
         line = lowered[line_start:line_end]
-        key: list[int | bytes] = [line.translate(None, _VARYING)]
-        anchors: list[int] = []
+        leads = []
         while start < line_end and anchor >= 0:
-            anchors.append(anchor)
-            numeric = tables.numeric[anchor]
-            if numeric:
-                key.append(lowered[start : min(start + REACH, line_end)] if numeric == 1 else line)
+            leads.append((start - line_start, anchor))
             start, anchor = next(hits, _NONE)
-        key += anchors
-        identity = hash(tuple(key))
+        candidates += 1
+        identity = bursts.kind_of(line, leads, tables)
         kind = kinds.get(identity)
         if kind is None:
             if len(kinds) >= KINDS:
                 kinds.clear()
             kind = kinds[identity] = _Kind()
         kind.seen += 1
-        if kind.seen > ALIKE and not (is_last and kind.hits):
-            for found in kind.hits.values():
-                found.count += 1
+        if kind.seen > bursts.ALIKE and not (is_last and kind.hits):
+            kind.repeat(1)
             continue
-        wanted = dict.fromkeys(piece for index in anchors for piece in tables.pieces[index])
+        wanted = dict.fromkeys(piece for _, index in leads for piece in tables.pieces[index])
         pieces = [piece for piece in wanted if piece.may_match(line)]
         if pieces:
-            number += chunk.count(b"\n", counted, line_start)
+            line_number += chunk.count(b"\n", counted, line_start)
             counted = line_start
-            kind.hits.update(_match(reading, pieces, name, chunk[line_start:line_end], number))
-    return number + chunk.count(b"\n", counted)
+            at = number + (thinned.numbers[line_number] if thinned else line_number)
+            kind.hits.update(_match(reading, pieces, name, chunk[line_start:line_end], at))
+    for identity, times in thinned.bursts if thinned else ():
+        candidates += times
+        if identity in kinds:
+            kinds[identity].repeat(times)
+    reading.dense = candidates > bursts.DENSE
+    return end
 
 
 _NONE = (-1, -1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -100,7 +101,7 @@ def xid_pattern(codes: Sequence[int]) -> str:
         r"(?:[\s:=#>`'\"(-]|pci:[\w:.]+|gpu-c?i:\d+|[0-9a-f]{4,8}:[\w:.]+|\)"
         r"|errors?\b|codes?\b|events?\b|number\b){0,8}"
     )
-    return rf"\b(?:xid|xids)\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
+    return rf"\bxids?\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
 
 
 def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -170,6 +171,8 @@ class Failure(entries.Entry):
 
 _TIMES = re.compile(r"\{\d*,?\d*\}")
 _NUMBER = re.compile(r"\\d|\d")
+_HAS_DIGIT = re.compile(rb"\d")
+_LETTER = re.compile(rb"[g-z\x80-\xff]")
 _OPENING = re.compile(r"^(?:\\b|\(\?:|\^|\\s\*)+")
 
 
@@ -217,9 +220,14 @@ class Numeric(IntEnum):
 
 @dataclass(frozen=True)
 class Tables:
-    """The anchors by number: what finds them, the pieces of each, and where its numbers count (Numeric)."""
+    """The anchors by number: what finds them, their texts, the pieces of each, where its numbers count (Numeric).
+
+    `numbered` finds the texts that have digits, or no letter beyond those of numbers.
+    """
 
     finder: multifind.Finder
+    texts: tuple[bytes, ...]
+    numbered: multifind.Finder
     pieces: tuple[tuple[Piece, ...], ...]
     numeric: tuple[int, ...]
 
@@ -234,8 +242,11 @@ class Library:
     @cached_property
     def tables(self) -> Tables:
         """Ready for reading."""
+        texts = tuple(anchor.strip(multifind.EDGE) for anchor in self.by_anchor)
         return Tables(
             multifind.Finder(self.by_anchor),
+            texts,
+            multifind.Finder({text for text in texts if _HAS_DIGIT.search(text) or not _LETTER.search(text)}),
             tuple(self.by_anchor.values()),
             tuple(
                 int(max(piece.numeric(anchor) for piece in pieces))
@@ -321,6 +332,29 @@ def in_range(version: str, wanted: str) -> bool:
         return True
 
 
+QUESTIONS = {
+    "title": "One line for people",
+    "area": f"Where it lives ({', '.join(AREAS)})",
+    "meaning": "What happened",
+    "check": "How to make sure",
+    "remedy": "What to do",
+    "source": "Where this is known from (an address)",
+}
+
+
+def asked(answers: Mapping[str, str], ask: Callable[[str], str] | None = None) -> dict[str, str]:
+    """The answers, with those that are missing asked for one by one; an empty one stays missing."""
+    return {key: answers.get(key) or (ask or _ask)(f"{text}: ").strip() for key, text in QUESTIONS.items()}
+
+
+def _ask(question: str) -> str:
+    print(question, end="", file=sys.stderr, flush=True)
+    try:
+        return input()
+    except EOFError:
+        return ""
+
+
 def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Path = FOLDER) -> Path:
     """Write catalog/failures/<cause>.yml from lines of a log and the operator's answers.
 
@@ -334,9 +368,7 @@ def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Pa
         problems.append(Problem(cause, "is not a name", "Use small letters, digits and hyphens."))
     elif path.exists():
         problems.append(Problem(path.name, "exists", "Add the line to its samples and a pattern to it."))
-    missing = [
-        key for key in ("title", "area", "meaning", "check", "remedy", "source") if not answers.get(key)
-    ]
+    missing = [key for key in QUESTIONS if not answers.get(key)]
     problems.extend(Problem(key, "needs an answer") for key in missing)
     if not any(line.strip() for line in lines):
         problems.append(Problem("lines", "none given", "Give at least one line of the log."))

@@ -11,6 +11,9 @@ KNOWN_WORDS = 200_000
 SHORTEST = 3
 """Letters of a run that is worth a place in the tree."""
 
+RARE = b"%^\\@<>|~`;!?&*{}$#+"
+"""Signs that most chunks do not have: a text with one is searched for only where the sign is."""
+
 EDGE = b"\0"
 """Marks an end of a text at which a word ends."""
 
@@ -35,6 +38,7 @@ class Finder:
         for index, needs in enumerate(self._needs):
             for need in needs:
                 self._by_need.setdefault(need, []).append(index)
+        self._signs = tuple(next((sign for sign in text if sign in RARE), -1) for text in self._texts)
         self._always = [index for index, needs in enumerate(self._needs) if not needs]
         runs = sorted({need.strip(EDGE) for need in self._by_need})
         self._prefixes = {run: tuple(_prefixes(run, frozenset(runs))) for run in runs}
@@ -53,8 +57,12 @@ class Finder:
         there = frozenset().union(*(self._telling[word] for word in words & self._telling.keys()))
         wanted = {index for need in there for index in self._by_need[need] if self._needs[index] <= there}
         hits: list[tuple[int, int]] = []
+        signs = {-1: True}
         for index in wanted.union(self._always):
             text = self._texts[index]
+            sign = self._signs[index]
+            if not signs.setdefault(sign, sign in signs or sign in lowered):
+                continue
             start = lowered.find(text)
             while start >= 0:
                 hits.append((start, index))

@@ -41,6 +41,20 @@ def test_a_rule_is_added_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_missing_answers_are_asked_for_and_given_ones_are_not() -> None:
+    questions: list[str] = []
+
+    def ask(question: str) -> str:
+        questions.append(question)
+        return " said "
+
+    answers = failures.asked({"title": "x", "area": ""}, ask)
+    assert answers["title"] == "x"
+    assert answers["area"] == answers["source"] == "said"
+    assert len(questions) == len(failures.QUESTIONS) - 1
+    assert "hardware" in questions[0]
+
+
 def test_a_rule_without_fixed_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no fixed text"):
         failures.add("numbers", ["12 34"], ANSWERS, tmp_path)
