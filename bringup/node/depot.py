@@ -21,7 +21,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,19 @@ class Doors:
         return not self.token or any(hmac.compare_digest(text.encode(), self.token.encode()) for text in sent)
 
 
+def merged(shelves: Sequence[Shelf], revision: str) -> Shelf | None:
+    """What a repository has at a revision, when several models are parts of it; None when nothing is there."""
+    fitting = [shelf for shelf in shelves if shelf.has(revision)]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    first = fitting[0]
+    files = {
+        file.path: file for shelf in fitting if shelf.commit == first.commit for file in shelf.model.files
+    }
+    model = replace(first.model, files=tuple(sorted(files.values(), key=lambda file: file.path)))
+    return replace(first, model=model)
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers from the server's `shelves`."""
 
@@ -130,30 +143,30 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(parts.path)
         if found := MODELSCOPE.fullmatch(path):
             wanted = parse_qs(parts.query).get("FilePath", [""])[0]
+            shelves = self._shelves(found["repository"])
             if wanted:
-                self._give(self._shelf(found["repository"]), wanted)
+                self._give(shelves, wanted)
             else:
-                self._list(self._shelf(found["repository"]), _modelscope)
+                # The other hub's commits are not known here; the lock says whether the bytes are the same.
+                self._list(shelves, "master", _modelscope)
         elif found := HUGGINGFACE.fullmatch(path):
-            shelf = self._shelf(found["repository"])
-            if shelf and not shelf.has(found["revision"] or "main"):
-                self._none("RevisionNotFound")
-            else:
-                self._list(shelf, _tree if "/tree/" in path else _huggingface)
+            told = _tree if "/tree/" in path else _huggingface
+            self._list(self._shelves(found["repository"]), found["revision"] or "main", told)
         elif found := RESOLVE.fullmatch(path):
-            shelf = self._shelf(found["repository"])
-            # The other hub's commits are not known here; the lock says whether the bytes are the same.
-            if shelf and not found[1] and not shelf.has(found["revision"]):
+            shelves = self._shelves(found["repository"])
+            fitting = [shelf for shelf in shelves if found[1] or shelf.has(found["revision"])]
+            if shelves and not fitting:
                 self._none("RevisionNotFound")
             else:
-                self._give(shelf, found["path"])
+                self._give(fitting, found["path"])
         else:
             name, _, rest = path.lstrip("/").partition("/")
-            self._give(self._shelf(name), rest)
+            self._give(self._shelves(name), rest)
 
-    def _shelf(self, name: str) -> Shelf | None:
-        shelves: Mapping[str, Shelf] = self.server.shelves  # type: ignore[attr-defined]
-        return shelves.get(name)
+    def _shelves(self, name: str) -> Sequence[Shelf]:
+        """The models under a name: several can be parts of one repository."""
+        known: Mapping[str, Sequence[Shelf]] = self.server.shelves  # type: ignore[attr-defined]
+        return known.get(name, ())
 
     def _none(self, why: str, status: int = 404) -> None:
         self.send_response(status)
@@ -161,9 +174,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _list(self, shelf: Shelf | None, told: Any) -> None:
+    def _list(self, shelves: Sequence[Shelf], revision: str, told: Any) -> None:
+        shelf = merged(shelves, revision)
         if shelf is None:
-            self._none("RepoNotFound")
+            self._none("RevisionNotFound" if shelves else "RepoNotFound")
             return
         text = json.dumps(told(shelf)).encode()
         self.send_response(200)
@@ -173,11 +187,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(text)
 
-    def _give(self, shelf: Shelf | None, path: str) -> None:
-        file = shelf.file(path) if shelf else None
-        if shelf is None or file is None:
-            self._none("EntryNotFound" if shelf else "RepoNotFound")
+    def _give(self, shelves: Sequence[Shelf], path: str) -> None:
+        found = next(((shelf, file) for shelf in shelves if (file := shelf.file(path))), None)
+        if found is None:
+            self._none("EntryNotFound" if shelves else "RepoNotFound")
             return
+        shelf, file = found
         if not shelf.is_right(file):
             self._none("NotVerified", 503)
             return
@@ -256,7 +271,10 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         self.doors = doors or Doors()
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.shelves = {name: shelf for shelf in shelves for name in (shelf.model.name, *shelf.repositories)}
+        self.shelves: dict[str, list[Shelf]] = {}
+        for shelf in shelves:
+            for name in dict.fromkeys((shelf.model.name, *shelf.repositories)):
+                self.shelves.setdefault(name, []).append(shelf)
         super().__init__(address, Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:

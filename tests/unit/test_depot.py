@@ -131,6 +131,32 @@ def test_a_file_that_somebody_has_touched_is_not_given(served: tuple[Path, str, 
     assert (code, told["X-Error-Code"]) == (503, "NotVerified")
 
 
+def test_two_models_can_be_parts_of_one_repository(tmp_path: Path) -> None:
+    """As a base and a draft, or two sizes of one model, often are."""
+    rows = []
+    for name, path in (("one", "config.json"), ("two", "parts/big.bin")):
+        about = row(tmp_path / name)
+        files = [file for file in about["files"] if file["path"] == path]
+        rows.append({**about, "name": name, "files": files})
+        store.finish(store.Model.of(rows[-1]))
+    with depot.Server(("127.0.0.1", 0), [depot.Shelf.of(about) for about in rows]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        port = server.server_address[1]
+        for path in ("config.json", "parts/big.bin"):
+            for prefix in (f"{REPOSITORY}/resolve/{REVISION}", f"models/{REPOSITORY}/resolve/master"):
+                code, _, body = ask(port, f"/{prefix}/{path}")
+                assert (code, body) == (200, FILES[path])
+        listed = json.loads(ask(port, f"/api/models/{REPOSITORY}/revision/main")[2])
+        assert [file["rfilename"] for file in listed["siblings"]] == ["config.json", "parts/big.bin"]
+        assert ask(port, "/one/parts/big.bin")[0] == 404
+        assert (
+            ask(port, f"/{REPOSITORY}/resolve/{OTHER}/config.json")[1]["X-Error-Code"] == "RevisionNotFound"
+        )
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("allowed", "token", "headers", "status"),
     [
