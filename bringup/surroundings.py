@@ -28,7 +28,7 @@ HUGE_SHARE = 0.05
 SHARED_GIB = 8.0
 """Size of /dev/shm that ranks and collectives of other people's containers and tools need."""
 
-STALE_BYTES = 64 * 1024**2
+STALE_BYTES = 16 * 1024**2
 SHORT_START_S = 300
 """Seconds: a start timeout below this ends a server that is still loading."""
 

@@ -747,6 +747,8 @@ OUTPUTS: Mapping[str, str] = {
     "numa.txt": "grep -H . /sys/devices/system/node/node*/cpulist /sys/devices/system/node/node*/distance "
     "/sys/devices/system/node/node*/meminfo",
     "meminfo.txt": "cat /proc/meminfo",
+    "pci-nodes.txt": "grep -H . /sys/bus/pci/devices/*/numa_node",
+    "page-size.txt": "getconf PAGESIZE",
     "os-release.txt": "cat /etc/os-release",
     "kernel.txt": "uname -r -m",
     "kernel-log.txt": "sudo -n dmesg | grep -E 'NVRM|nvidia|SXid' | tail -n 200",
@@ -791,7 +793,18 @@ def hardware_of_record(outputs: Mapping[str, str]) -> dict[str, Any]:
     made: dict[str, Any] = {"source": "recorded"}
     if "nvidia-smi-q.xml" in outputs:
         rows = facts.parse_smi(outputs["nvidia-smi-q.xml"])["gpus"]
-        made["gpus"] = [_recorded_gpu(number, row) for number, row in enumerate(rows)]
+        links = {row["gpu"]: row["links"] for row in facts.parse_nvlink(outputs.get("nvlink-s.txt", ""))}
+        near = {
+            address: int(node)
+            for address, node in re.findall(
+                r"devices/(\S+)/numa_node:(-?\d+)", outputs.get("pci-nodes.txt", "")
+            )
+        }
+        made["gpus"] = [
+            _recorded_gpu(number, row, near, links.get(number, 0)) for number, row in enumerate(rows)
+        ]
+    if outputs.get("page-size.txt", "").strip().isdecimal():
+        made["page_size_kib"] = int(outputs["page-size.txt"]) // 1024
     if "lspci.txt" in outputs:
         bridges = re.findall(r"^(\S+) Bridge.*\[0680\]", outputs["lspci.txt"], re.MULTILINE)
         made["switches"] = bridges
@@ -806,19 +819,23 @@ def hardware_of_record(outputs: Mapping[str, str]) -> dict[str, Any]:
     return made
 
 
-def _recorded_gpu(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_gpu(number: int, row: Mapping[str, Any], near: Mapping[str, int], links: int) -> dict[str, Any]:
     raw = str(row["address"] or "").lower()
     domain, _, rest = raw.partition(":")
     device = str(row["pci_id"] or "233510DE").lower()
+    address = f"{domain[-4:]}:{rest}"
     return {
         "name": row["name"],
         "uuid": f"GPU-00000000-0000-0000-0000-{number:012d}",
-        "address": f"{domain[-4:]}:{rest}",
+        "address": address,
         "pci_id": f"{device[4:]}:{device[:4]}",
         "memory_mib": (row["memory"] or 0) // 1024**2,
         "power_limit_w": row["power_limit_w"] or 700,
+        "power_default_w": row["power_default_w"] or row["power_limit_w"] or 700,
         "temperature_c": row["temperature_c"] or 34,
-        "numa_node": 0,
+        "numa_node": near.get(address, 0),
+        "nvlinks": links,
+        "peers_by_nvlink": links > 0,
     }
 
 

@@ -50,6 +50,8 @@ def provisioned(inventory: str) -> dict[str, Any]:
 def test_an_inventory_is_provisioned_on_twins_and_a_second_time_nothing_changes(
     inventory: str, hosts: int, gpus: int
 ) -> None:
+    for other in set(twins.given()) - {inventory}:
+        twins.down(sites.quiet, other)
     first = provisioned(inventory)
     assert len(first["hosts"]) == hosts
     assert all(host["changed"] > 0 for host in first["hosts"].values())
@@ -97,9 +99,17 @@ def test_drivers_of_the_archive_really_upgrade_and_conflict() -> None:
 
 
 def test_a_node_with_faults_is_refused_with_every_finding() -> None:
-    words = ("--fault", "gpu-lost", "--fault", "dpkg-locked", "--fault", "fabric-manager-mismatch@h20-02")
-    done = invoke("provision", "--inventory", "h20", "--twins", "--json", *words)
+    words = ("--fault", "gpu-lost", "--fault", "dpkg-locked", "--fault", "tasks-low", "--fault", "shm-stale")
+    done = invoke("provision", "--inventory", "h20", "--limit", "h20-01", "--twins", "--json", *words)
     assert done.code == Exit.REFUSED, done.text[-4000:]
-    codes = {(found["host"], found["code"]) for found in done.data["findings"]}
-    assert {("h20-01", "GPU_LOST"), ("h20-01", "PACKAGE_LOCK_HELD")} <= codes, json.dumps(sorted(codes))
-    assert ("h20-02", "DRIVER_LIBRARY_MISMATCH") in codes
+    codes = {found["code"] for found in done.data["findings"]}
+    assert {"GPU_LOST", "PACKAGE_LOCK_HELD", "LIMIT_TASKS", "SHM_STALE"} <= codes, json.dumps(sorted(codes))
+
+
+def test_preflight_alone_refuses_what_a_role_would_mend() -> None:
+    words = ("--fault", "fabric-manager-mismatch@h20-02")
+    done = invoke("preflight", "--inventory", "h20", "--limit", "h20-02", "--twins", "--json", *words)
+    assert done.code == Exit.REFUSED, done.text[-4000:]
+    found = {one["code"]: one for one in done.data["findings"]}
+    assert found["DRIVER_LIBRARY_MISMATCH"]["severity"] == "error"
+    assert found["DRIVER_LIBRARY_MISMATCH"]["mended_by"] == "nvidia_driver"

@@ -329,6 +329,45 @@ def test_a_record_of_a_node_becomes_hardware() -> None:
     assert worn["numa"] == [{"node": 0, "cpus": "0-15", "memory_gib": 125.87}]
 
 
+def outputs_of(worn: dict[str, Any], root: Path) -> dict[str, str]:
+    """What the commands of a record say on a twin under `root`."""
+    run = offline.runner(worn, root)
+    folder = root / "sys/bus/pci/devices"
+    nodes = [
+        path
+        for name in ("cpulist", "distance", "meminfo")
+        for path in root.glob(f"sys/devices/system/node/*/{name}")
+    ]
+    return {
+        "nvidia-smi-q.xml": twins.blanked(run(["nvidia-smi", "-q", "-x"], 60)[1]),
+        "nvlink-s.txt": run(["nvidia-smi", "nvlink", "-s"], 60)[1],
+        "lspci.txt": "".join(
+            f"{one} Bridge [0680]: NVIDIA [10de:22a3] (rev a1)\n" for one in worn["switches"]
+        ),
+        "pci-nodes.txt": "".join(f"{path}:{path.read_text()}" for path in folder.glob("*/numa_node")),
+        "numa.txt": "".join(f"{path}:{line}\n" for path in nodes for line in path.read_text().splitlines()),
+        "meminfo.txt": (root / "proc/meminfo").read_text(),
+        "page-size.txt": run(["getconf", "PAGESIZE"], 60)[1],
+    }
+
+
+@pytest.mark.parametrize("inventory", SHOWN_ON)
+def test_a_recorded_node_replayed_as_a_twin_gives_the_same_facts(inventory: str, tmp_path: Path) -> None:
+    worn = twins.hardware(first(inventory), "twin-01")
+    before = offline.gathered(worn, tmp_path / "one")
+    with offline.rooted(tmp_path / "one"):
+        recorded = twins.hardware_of_record(outputs_of(worn, tmp_path / "one"))
+    after = offline.gathered({**worn, **recorded}, tmp_path / "two")
+    for facts_of in (before, after):
+        for gpu in facts_of["gpu"]["smi"]["gpus"]:
+            gpu.pop("uuid")
+    same = ("numa", "memory", "page_size", "huge_pages", "limits")
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    assert after["gpu"]["smi"] == before["gpu"]["smi"]
+    assert after["gpu"]["nvlink"] == before["gpu"]["nvlink"]
+    assert after["gpu"]["pci"] == before["gpu"]["pci"]
+
+
 def test_what_identifies_a_machine_is_blanked_in_a_record() -> None:
     text = "GPU 0: X (UUID: GPU-3a5a445e-deaf-d7a2-a16a-bbe3a9fa46ea)\n<serial>1654321</serial>"
     assert "3a5a445e" not in twins.blanked(text)

@@ -193,8 +193,10 @@ def unit(title: str, program: str, condition: str = "") -> str:
 
 
 def daemon(name: str) -> dict[str, str]:
-    """Maintainer scripts of a package with a daemon: enabled and started at its installation, as Ubuntu does."""
-    start = f"systemctl daemon-reload\nsystemctl enable -q {name}\nsystemctl start {name} || true\n"
+    """Maintainer scripts of a package with a daemon: enabled and started at its installation and restarted at an
+    upgrade, as a package made with debhelper does."""
+    start = f"systemctl daemon-reload\nsystemctl enable -q {name}\n"
+    start += f'[ -n "$2" ] && action=restart || action=start\nsystemctl $action {name} || true\n'
     return {
         "postinst": f'#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = configure ] || exit 0\n{start}exit 0\n',
         "prerm": '#!/bin/sh\n[ -d /run/systemd/system ] && [ "$1" = remove ] || exit 0\n'

@@ -126,6 +126,9 @@ def heal() -> None:
 def put_litter(worn: dict[str, Any]) -> None:
     """What faults put beside the hardware: files, variables of systemd, a small /dev/shm, packages half there."""
     before: dict[str, str | None] = {}
+    if worn.get("shm_mib"):
+        option = f"size={worn['shm_mib']}m,mode=1777"
+        _quietly("mount", "-t", "tmpfs", "-o", option, "twin-fault", "/dev/shm")
     for name, row in state.files(worn).items():
         path = Path(name)
         if name.startswith(("/proc/", "/sys/")):
@@ -137,9 +140,6 @@ def put_litter(worn: dict[str, Any]) -> None:
             continue
         before[name] = path.read_text(encoding="utf-8") if path.is_file() else None
         state.write_file(path, row)
-    if worn.get("shm_mib"):
-        option = f"size={worn['shm_mib']}m,mode=1777"
-        _quietly("mount", "-t", "tmpfs", "-o", option, "twin-fault", "/dev/shm")
     variables = worn.get("manager_environment", {})
     if variables:
         systemctl("set-environment", *(f"{name}={value}" for name, value in variables.items()))
