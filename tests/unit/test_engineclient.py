@@ -19,6 +19,9 @@ from tests.unit import openai_server as servers
 CASES = Path(__file__).parents[1] / "cases" / "bench"
 RECORDED = (CASES / "vllm-bench-serve-0.32.0.json").read_text()
 """A real run: six prompts of 32 tokens, 64 tokens each, two at once, against a drafting server."""
+SGLANG = sorted(CASES.glob("sglang-bench-serving-*.json"))
+"""Its client of three versions, as the catalog calls it, against a stand-in of its server's endpoint: six prompts of
+32 token ids, 16 tokens each, two at once."""
 STEP = suites.Step(prompt_tokens=2048, output_tokens=512, concurrent=4, requests=8)
 
 
@@ -46,6 +49,20 @@ def test_our_figures_of_it_are_the_clients_own() -> None:
     series = bench.Series(bench.Load(32, 64, 2), (run,))
     assert series.values("ttft_ms")[0] == pytest.approx(data["median_ttft_ms"], rel=1e-6)
     assert series.values("tpot_ms")[0] == pytest.approx(data["median_tpot_ms"], rel=1e-6)
+
+
+@pytest.mark.parametrize("path", SGLANG, ids=lambda path: path.stem)
+def test_every_version_of_sglangs_client_is_read_with_its_own_figures(path: Path) -> None:
+    text = path.read_text()
+    data, sent = json.loads(text), engineclient.read(text)
+    assert [(one.prompt_tokens, one.output_tokens, one.error) for one in sent.requests] == [(32, 16, "")] * 6
+    run = bench.Run(sent.wall_s, sent.requests)
+    assert run.output_tok_s == pytest.approx(data["output_throughput"], rel=1e-6)
+    series = bench.Series(bench.Load(32, 16, 2), (run,))
+    assert series.values("ttft_ms")[0] == pytest.approx(data["median_ttft_ms"], rel=1e-6)
+    # It counts until the stream is closed, we until the last token.
+    assert series.values("tpot_ms")[0] == pytest.approx(data["median_tpot_ms"], rel=0.1)
+    assert series.values("tpot_ms")[0] <= data["median_tpot_ms"]
 
 
 def lines(**changes: Any) -> str:

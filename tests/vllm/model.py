@@ -250,6 +250,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         "eos_token": "<eos>",
         "pad_token": "<pad>",
         "model_max_length": CONTEXT,
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
     for name, data in (
         ("model.safetensors.index.json", index),

