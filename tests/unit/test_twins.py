@@ -152,6 +152,19 @@ def test_faults_that_add_to_the_same_part_do_not_push_each_other_out() -> None:
     assert [row["path"] for row in worn["files"]] == ["/etc/nccl.conf", "{cache}/triton/by-root.so"]
 
 
+def test_what_a_fault_put_there_is_taken_away_with_its_empty_folders_and_no_more(tmp_path: Path) -> None:
+    from tests.lab.twin.node import wear
+
+    kept = tmp_path / "etc/kept"
+    kept.parent.mkdir()
+    kept.touch()
+    below = tmp_path / "etc/systemd/service.d"
+    below.mkdir(parents=True)
+    wear._remove_empty(below)
+    assert list((tmp_path / "etc").iterdir()) == [kept]
+    wear._remove_empty(tmp_path / "never/there")
+
+
 def test_faults_leave_the_healthy_hardware_as_it_was() -> None:
     healthy = twins.hardware(first("h20"), "twin-01")
     before = json.dumps(healthy)

@@ -169,9 +169,12 @@ def pick_up_litter() -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Removes a folder and those above it for as long as they are empty."""
-    while folder != Path("/") and not any(folder.iterdir()):
-        folder.rmdir()
+    """Removes a folder and those above it for as long as they are there, empty, and no mount point."""
+    while folder != Path("/"):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
         folder = folder.parent
 
 
