@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 KNOWN_WORDS = 200_000
 """Words of the log that are remembered; then forgotten, so that memory stays flat."""
@@ -13,6 +13,12 @@ SHORTEST = 3
 
 RARE = b"%^\\@<>|~`;!?&*{}$#+"
 """Signs that most chunks do not have: a text with one is searched for only where the sign is."""
+
+SHORT = 6
+"""Letters of a text that is slow to search for in a large chunk."""
+
+FEW = 3
+"""Words that are searched for in place of a short text."""
 
 EDGE = b"\0"
 """Marks an end of a text at which a word ends."""
@@ -54,7 +60,11 @@ class Finder:
         words = set(lowered.translate(_LETTERS).split())
         words -= self._dull
         self._learn(words - self._telling.keys())
-        there = frozenset().union(*(self._telling[word] for word in words & self._telling.keys()))
+        holders: dict[bytes, list[bytes]] = {}
+        for word in words & self._telling.keys():
+            for need in self._telling[word]:
+                holders.setdefault(need, []).append(word)
+        there = holders.keys()
         wanted = {index for need in there for index in self._by_need[need] if self._needs[index] <= there}
         hits: list[tuple[int, int]] = []
         signs = {-1: True}
@@ -63,12 +73,23 @@ class Finder:
             sign = self._signs[index]
             if not signs.setdefault(sign, sign in signs or sign in lowered):
                 continue
+            few = self._few_words(index, holders)
+            if few:
+                hits.extend((start, index) for start in _beside(lowered, text, few))
+                continue
             start = lowered.find(text)
             while start >= 0:
                 hits.append((start, index))
                 start = lowered.find(text, start + 1)
         hits.sort()
         return hits
+
+    def _few_words(self, index: int, holders: Mapping[bytes, list[bytes]]) -> list[bytes]:
+        """The words of the chunk that can hold a short text, when they are few and longer: found much faster."""
+        if len(self._texts[index]) > SHORT or not self._needs[index]:
+            return []
+        words = min((holders[need] for need in self._needs[index]), key=len)
+        return words if len(words) <= FEW and all(len(word) > SHORT for word in words) else []
 
     def _learn(self, new: set[bytes]) -> None:
         """Note which runs each new word contains, begins and ends with."""
@@ -87,6 +108,21 @@ class Finder:
                 telling.setdefault(word, set()).update(need for need in found if need in self._by_need)
         self._telling.update((word, frozenset(needs)) for word, needs in telling.items() if needs)
         self._dull |= new - self._telling.keys()
+
+
+def _beside(lowered: bytes, text: bytes, words: Iterable[bytes]) -> set[int]:
+    """Where the text is in or around an occurrence of one of the words."""
+    places: set[int] = set()
+    for word in words:
+        at = lowered.find(word)
+        while at >= 0:
+            end = at + len(word) + len(text)
+            start = lowered.find(text, max(0, at - len(text)), end)
+            while start >= 0:
+                places.add(start)
+                start = lowered.find(text, start + 1, end)
+            at = lowered.find(word, at + 1)
+    return places
 
 
 def _runs(text: bytes) -> Iterable[bytes]:
