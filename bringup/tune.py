@@ -288,6 +288,7 @@ def save_state(path: Path, key: str, measured: Mapping[str, Candidate]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        beside.touch(mode=0o600)
         with beside.open("w", encoding="utf-8") as stream:
             json.dump(data, stream, indent=1)
             stream.flush()
