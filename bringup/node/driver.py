@@ -483,6 +483,8 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         if not check_only:
             make_ready(Path(given["archive"]), undo.Journal(ROLE))
         files.append({"path": SOURCE, "content": source_text(Path(given["archive"]))})
+    else:
+        files.append({"path": SOURCE, "state": "absent"})
     placed = place.apply(files, check_only, ROLE)
     done: list[str] = []
     if change:
@@ -537,7 +539,7 @@ def _change(
         return [f"install {name}={text}" for name, text in sorted(chosen.items())] or [
             f"install driver {spec}"
         ]
-    if SOURCE in changed or not packages.available(names):
+    if any(path.startswith("/etc/apt/") for path in changed) or not packages.available(names):
         packages.refresh()
     had = packages.available([*names, *headers])
     _, chosen = choose(wish, spec, given["packages"], had, kernel)

@@ -186,8 +186,9 @@ def build(wanted: Wanted) -> None:
     """Makes the environment. It is there when this returns, and not at all when it raises."""
     prefix = Path(wanted.prefix)
     _check_possible(wanted)
-    _remember(wanted, trees=[wanted.prefix, wanted.cache])
     remove(prefix)
+    # After what an earlier build had left there is gone: that is no state of before.
+    _remember(wanted, trees=[wanted.prefix, wanted.cache])
     prefix.mkdir(parents=True, mode=0o755)
     (prefix / NAME_FILE).write_text(f"{wanted.name}\n", encoding="utf-8")
     (prefix / LOCK_FILE).write_text(wanted.lock, encoding="utf-8")

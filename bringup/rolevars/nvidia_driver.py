@@ -12,6 +12,7 @@ from bringup.rolevars import entries
 
 SETTINGS_UNIT = "bringup-gpu-settings.service"
 KEYRING = "/etc/apt/keyrings/bringup-driver.asc"
+REPOSITORY = "/etc/apt/sources.list.d/bringup-driver-repository.sources"
 SMI = "/usr/bin/nvidia-smi"
 DEFAULT_POWER = (
     f"/bin/sh -c '{SMI} --query-gpu=index,power.default_limit --format=csv,noheader,nounits | "
@@ -111,11 +112,11 @@ def settings_text(site: Mapping[str, Any]) -> str:
 
 def _repository(wish: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     if not wish:
-        return []
+        return [{"path": path, "state": "absent"} for path in (KEYRING, REPOSITORY)]
     parts = f"Components: {' '.join(wish['components'])}\n" if wish["components"] else ""
     source = f"Types: deb\nURIs: {wish['uri']}\nSuites: {wish['suite']}\n{parts}Signed-By: {KEYRING}\n"
     key = read_text(ROOT / wish["key"], f"node_driver.repository.key: {wish['key']}")
     return [
         entries.file(KEYRING, key),
-        entries.file("/etc/apt/sources.list.d/bringup-driver-repository.sources", HEAD + source),
+        entries.file(REPOSITORY, HEAD + source),
     ]

@@ -339,7 +339,12 @@ def test_a_repository_is_trusted_by_its_own_key_only(tmp_path: Path) -> None:
     (tmp_path / "vendor.asc").write_text("-----BEGIN PGP PUBLIC KEY BLOCK-----\n")
     wish = {"uri": "file:/srv/debs", "suite": "./", "components": [], "key": str(tmp_path / "vendor.asc")}
     variables = given(site={"driver": {"repository": wish}})
-    source = content(variables, "/etc/apt/sources.list.d/bringup-driver-repository.sources")
+    source = content(variables, nvidia_driver.REPOSITORY)
     assert "Signed-By: /etc/apt/keyrings/bringup-driver.asc\n" in source
     assert "Components" not in source
     assert content(variables, nvidia_driver.KEYRING).startswith("-----BEGIN PGP")
+
+
+def test_a_repository_that_the_site_names_no_more_goes_with_its_key() -> None:
+    gone = [row["path"] for row in given()["nvidia_driver_files"] if row.get("state") == "absent"]
+    assert gone == [nvidia_driver.KEYRING, nvidia_driver.REPOSITORY]
