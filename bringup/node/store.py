@@ -386,7 +386,7 @@ def by_client(
         **({CLIENT_TOKENS[source.kind]: token} if token else {}),
     }
     argv = [access.client, "-c", inspect.getsource(fetch_program)]
-    code, said = run_client(argv, request, environment, stage, progress, access.limits.until)
+    code, said = run_client(argv, request, environment, stage, progress, access.limits)
     if access.limits.is_over():
         raise download.DownloadFailed(download.HOURS_OVER, "hours")
     if code:
@@ -409,10 +409,10 @@ def run_client(
     environment: Mapping[str, str],
     stage: Path,
     progress: Callable[[int], None],
-    until: float = float("inf"),
+    limits: download.Limits,
 ) -> tuple[int, str]:
-    """Exit code and last line of what a client said; 124 when its folder stopped growing, or at `until` (of
-    the monotonic clock)."""
+    """Exit code and last line of what a client said; 124 when its folder stopped growing or only drips (over
+    CLIENT_STALL_S), or when the hours for downloads end."""
     with subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE,
@@ -422,7 +422,7 @@ def run_client(
         text=True,
     ) as process:
         first = last = _grown(stage)
-        moved = time.monotonic()
+        since = time.monotonic()
         text: str | None = json.dumps(request)
         while True:
             try:
@@ -433,13 +433,23 @@ def run_client(
                 text = None
             size = _grown(stage)
             progress(max(0, size - first))
-            if size != last:
-                last, moved = size, time.monotonic()
-            now = time.monotonic()
-            if now > until or now - moved > CLIENT_STALL_S:
+            why = download.HOURS_OVER if limits.is_over() else ""
+            if time.monotonic() - since > CLIENT_STALL_S:
+                why = why or _too_slow(size - last, time.monotonic() - since, limits)
+                last, since = size, time.monotonic()
+            if why:
                 process.kill()
                 process.communicate()
-                return 124, download.HOURS_OVER if now > until else f"no byte for {CLIENT_STALL_S:g} s"
+                return 124, why
+
+
+def _too_slow(bytes_: int, seconds: float, limits: download.Limits) -> str:
+    """Why a client that brought so little is given up, "" when it is not."""
+    if bytes_ / seconds >= limits.slowest_bytes_s:
+        return ""
+    if bytes_ <= 0:
+        return f"no byte for {CLIENT_STALL_S:g} s"
+    return f"fewer than {limits.slowest_bytes_s:g} bytes a second"
 
 
 def _grown(folder: Path) -> int:

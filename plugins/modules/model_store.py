@@ -184,8 +184,10 @@ def main() -> None:
         module.fail_json(msg=str(error))
     for text in answer.pop("warned", ()):
         module.warn(text)
-    before = "".join(f"{path} {text}\n" for path, text in answer["faults"].items())
-    after = "".join(f"{path} is as the lock says\n" for path in answer["faults"])
+    # A fault of a graft as a whole has no path.
+    named = {path or given["model"]["name"]: text for path, text in answer["faults"].items()}
+    before = "".join(f"{path} {text}\n" for path, text in named.items())
+    after = "".join(f"{path} is as the lock says\n" for path in named)
     diff = {"before": before, "after": after} if before else {}
     module.exit_json(**answer, diff=diff)
 

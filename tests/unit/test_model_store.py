@@ -190,6 +190,27 @@ def test_with_a_cap_on_the_rate_the_client_that_knows_none_is_not_used(tmp_path:
     assert took >= len(BIG) / 600_000 * 0.8
 
 
+@pytest.mark.parametrize(
+    ("grown", "words"), [(0, "no byte for"), (1000, "fewer than 1000 bytes a second"), (20_000, "")]
+)
+def test_a_client_that_stalls_or_drips_is_told_from_one_that_works(grown: int, words: str) -> None:
+    said = store._too_slow(grown, 10, download.Limits(slowest_bytes_s=1000))
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+
+
+def test_a_client_that_only_drips_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "CLIENT_STALL_S", 0.5)
+    monkeypatch.setattr(store, "CLIENT_LOOK_S", 0.05)
+    drip = "while True: file.write(b'x' * 4096); file.flush(); time.sleep(0.01)"
+    code = f"import sys, time\nfile = open(sys.argv[1], 'wb')\n{drip}"
+    argv = [sys.executable, "-c", code, str(tmp_path / "part")]
+    limits = download.Limits(slowest_bytes_s=1e12)
+    done, said = store.run_client(argv, {}, dict(os.environ), tmp_path, lambda size: None, limits)
+    assert done == 124
+    assert said.startswith(("no byte for", "fewer than"))
+
+
 def test_when_the_hours_for_downloads_end_what_is_there_stays_and_the_next_run_goes_on(
     tmp_path: Path,
 ) -> None:
