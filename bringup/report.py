@@ -418,8 +418,18 @@ def show_crashes(
         if not as_json:
             _show_crash(row, found, shown)
     if as_json:
-        print_json({"services": told})
+        print_json({"services": told, "findings": _all_findings(told)})
     return code, found_any
+
+
+def _all_findings(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The causes of every service with where it is: each one's first, then each one's second, ..."""
+    placed = [
+        (rank, {**finding, "host": row["host"], "service": row["service"]})
+        for row in told
+        for rank, finding in enumerate(row["causes"])
+    ]
+    return [finding for _, finding in sorted(placed, key=lambda item: item[0])]
 
 
 def _show_crash(row: Mapping[str, Any], found: Any, shown: int | None) -> None:
@@ -431,6 +441,8 @@ def _show_crash(row: Mapping[str, Any], found: Any, shown: int | None) -> None:
     name = f"{row['host']}  {row['service']}"
     if row.get("error") or row.get("why"):
         out.print(f"{name}: {row.get('error') or row.get('why')}", style="red", markup=False)
+        if found.exit is Exit.FAILED:
+            diagnose.show(found, out)
     elif not row["when"]:
         out.print(f"{name}: the journal knows no failure", style="green", markup=False)
         if found.exit is Exit.FAILED:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bringup import diagnose, evidence, failures, verdicts
+from bringup import diagnose, evidence, failures, report, verdicts
 from bringup.errors import UsageError
 from bringup.verdicts import Context
 
@@ -171,6 +171,37 @@ def test_json_has_a_schema_version_and_all_an_operator_needs() -> None:
     assert finding["lines"] == [{"source": "journal", "number": 1, "text": FULL}]
     assert data["read"]["sources"] == ["journal", "dmesg"]
     assert int(diagnose.of_text(FULL).exit) == 4
+
+
+def test_live_nodes_give_the_findings_of_all_services_the_first_of_each_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [
+        {
+            "host": host,
+            "service": "glm",
+            "when": 0.0,
+            "journal": [],
+            "log": log,
+            "error": error,
+            "kernel": kernel,
+        }
+        for host, log, error, kernel in (
+            ("n1", [FULL, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], "", []),
+            ("n2", [], "no service glm on this node", ["NVRM: Xid (PCI:0000:07:00): 79, pid=3, GPU lost"]),
+        )
+    ]
+    code, found = report.show_crashes(rows, as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert (int(code), found) == (4, True)
+    assert data["schema_version"] == 1
+    assert [(item["host"], item["cause"]) for item in data["findings"]] == [
+        ("n1", "disk-full"),
+        ("n2", "gpu-fell-off-bus"),
+        ("n1", "gpu-oom"),
+    ]
+    report.show_crashes(rows)
+    assert "gpu-fell-off-bus" in capsys.readouterr().out
 
 
 def test_explain_knows_every_cause_and_suggests_for_a_misspelt_one() -> None:
