@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ SAMPLES_KEPT = 2000
 """Times of single requests that a result keeps for each load; a bigger load keeps every n-th."""
 OURS = "bringup"
 """The load client of bringup.load."""
+TOO_LONG = re.compile(r"HTTP 4\d\d: .*context.{0,10} (?:size|length)", re.IGNORECASE | re.DOTALL)
+"""How servers say that a request does not fit."""
 BUSY_LIMIT_PERCENT = 90.0
 """Of one core: an engine's client that uses more has no time of its own left."""
 COLUMNS = tuple("load|runs|median tok/s|P10|P90|min|max|CV|TTFT ms|TPOT ms|accept len|note".split("|"))
@@ -175,15 +178,21 @@ async def _target(
         if _too_long(step, target.context):
             continue
         say(f"{target.name or target.base_url}: {step.load.label}, {step.cold_runs + step.warm_runs} runs")
+        found = None
         if client is not None and not given_up and engineclient.fits(step):
             try:
-                measured.append(await _measure(step, target, _by_engine(client, step), client.name))
-                continue
+                found = await _measure(step, target, _by_engine(client, step), client.name)
             except engineclient.NoResult as error:
                 given_up = f"{client.name}: {error}; so {OURS}'s client measured"
                 say(given_up)
-        found = await _measure(step, target, _by_us(target, tokens, step), OURS)
-        measured.append(dataclasses.replace(found, notes=(*found.notes, given_up)) if given_up else found)
+        if found is None:
+            found = await _measure(step, target, _by_us(target, tokens, step), OURS)
+            found = dataclasses.replace(found, notes=(*found.notes, given_up)) if given_up else found
+        if why := _refused(found):
+            say(why)
+            left_out.append(why)
+        else:
+            measured.append(found)
     return TargetResult(
         target.name or target.base_url,
         target.base_url,
@@ -202,6 +211,14 @@ def _too_long(step: suites.Step, context: int | None) -> str:
     if context is None or tokens <= context:
         return ""
     return f"{step.load.label} is left out: it needs {tokens:,} tokens of context, the server has {context:,}"
+
+
+def _refused(found: Measured) -> str:
+    """Why a server took no request of a load, if it says that it is too long: slots may share a context, which
+    a plan does not know. Empty for any other error."""
+    if found.output_tokens or not TOO_LONG.match(found.first_error):
+        return ""
+    return f"{found.load.label} is left out, the server refuses it as too long: {found.first_error}"
 
 
 Send = Callable[[int], Awaitable[load.Outcome]]

@@ -93,6 +93,9 @@ async def _answer(head: str, body: dict[str, object], writer: asyncio.StreamWrit
     mode.bodies.append(body)
     if mode.how == "refuses":
         writer.write(_plain("503 Service Unavailable", "loading"))
+    elif mode.how == "is short" and len(str(body.get("prompt")).split()) > 400:
+        said = "request (16403 tokens) exceeds the available context size (16384 tokens), try increasing it"
+        writer.write(_plain("400 Bad Request", json.dumps({"error": {"code": 400, "message": said}})))
     elif mode.how == "not http":
         writer.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
     elif mode.how == "bad json":

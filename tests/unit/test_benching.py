@@ -131,6 +131,37 @@ def test_a_load_beyond_the_servers_context_is_left_out_and_said() -> None:
     assert not benching.gates(found, None)
 
 
+def test_a_load_that_the_server_refuses_as_too_long_is_left_out_in_its_words() -> None:
+    with servers.serving(servers.Behaviour(how="is short")) as address:
+        suite = suites.Suite(
+            title="t",
+            steps=(
+                suites.Step(prompt_tokens=1000, output_tokens=8, note="long"),
+                suites.Step(prompt_tokens=40, output_tokens=8),
+            ),
+        )
+        found = benching.run_suite(suite, [load.Target(address, "glm")])
+    (one,) = found.targets
+    assert [item.load.label for item in one.measured] == ["40->8"]
+    assert "1000->8 (long) is left out, the server refuses it as too long" in one.left_out[0]
+    assert "exceeds the available context size" in one.left_out[0]
+    assert not benching.gates(found, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "too_long"),
+    [
+        ("HTTP 400: This model's maximum context length is 2048 tokens. However, you requested 4096", True),
+        ("HTTP 400: Requested token count exceeds the model's maximum context length of 8192 tokens", True),
+        ("HTTP 500: context size", False),
+        ("HTTP 400: you must provide a chat template", False),
+        ("no whole answer within 600 s", False),
+    ],
+)
+def test_only_a_refusal_for_its_length_leaves_a_load_out(error: str, too_long: bool) -> None:
+    assert bool(benching.TOO_LONG.match(error)) == too_long
+
+
 def test_acceptance_is_read_from_the_servers_counters() -> None:
     def counters(requests: int) -> str:
         return f"v:drafts {100 * requests}\nv:drafted {300 * requests}\nv:ok {243 * requests}\n"
