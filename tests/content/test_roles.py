@@ -164,6 +164,9 @@ def test_rows_that_the_plan_gives_have_exactly_the_declared_keys(name: str) -> N
 
 def test_every_role_of_the_playbook_exists_and_has_its_name_as_tag() -> None:
     plays = read(ROOT / "playbooks" / "provision.yml")
-    roles = [role for play in plays for role in play.get("roles", [])]
-    assert [role["role"] for role in roles if not (ROOT / "roles" / role["role"]).is_dir()] == []
-    assert [role["role"] for role in roles if role["role"] not in role["tags"]] == []
+    tasks = [task for play in plays for block in play["tasks"] for task in block["block"]]
+    imported = "ansible.builtin.import_role"
+    roles = {task[imported]["name"]: task["tags"] for task in tasks if imported in task}
+    assert tuple(roles) == ROLES
+    assert [name for name in roles if not (ROOT / "roles" / name).is_dir()] == []
+    assert [name for name, tags in roles.items() if name not in tags] == []

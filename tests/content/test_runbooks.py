@@ -13,6 +13,9 @@ from bringup import ROOT, events, runbooks
 from bringup.errors import UsageError
 
 FILES = sorted(runbooks.FOLDER.glob("*.yml"))
+PLAYED_IN = ("test_runbooks.py", "test_twins_runbooks.py")
+"""End-to-end tests that play runbooks: on nodes of the lab, and those for GPUs on twins."""
+
 HOLD = "Lock: hold this node for the run"
 GOOD = """---
 # when: always
@@ -80,7 +83,7 @@ def test_commands_of_a_runbook_say_what_they_change(path: Path) -> None:
 
 def test_every_runbook_is_listed() -> None:
     assert [book.name for book in runbooks.listed()] == [path.stem for path in FILES]
-    assert len(FILES) >= 20
+    assert len(FILES) >= 26
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -94,13 +97,18 @@ def test_a_runbook_holds_the_node_first_and_gives_it_back_whatever_happens(path:
         )
 
 
-def test_provisioning_holds_the_nodes_first_and_gives_them_back_last() -> None:
+def test_provisioning_holds_the_nodes_first_and_gives_them_back_last_and_where_they_fail() -> None:
     whole = yaml.safe_load((ROOT / "playbooks" / "provision.yml").read_text())
-    first, last = whole[0]["pre_tasks"][0], whole[-1]["tasks"][-1]
+    first, last = whole[0]["pre_tasks"][0], whole[-1]["tasks"][0]["always"][-1]
     assert (first["name"], first["node_lock"]["state"]) == (HOLD, "held")
     assert (last["name"], last["node_lock"]["state"]) == (events.GIVE_BACK, "released")
+    for play in whole:
+        [block] = play["tasks"]
+        back = block["always"][-1]
+        assert back["node_lock"]["state"] == "released"
+        assert play is whole[-1] or back["when"] == "inventory_hostname not in ansible_play_hosts"
+        assert "always" in back["tags"]
     assert "always" in first["tags"]
-    assert "always" in last["tags"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -111,8 +119,10 @@ def test_a_runbook_verifies_what_it_did(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_runbook_is_played_by_the_end_to_end_tests_and_its_undo_too(path: Path) -> None:
-    text = (ROOT / "tests" / "e2e" / "test_runbooks.py").read_text()
-    assert f'"{path.stem}"' in text
+    played = "".join((ROOT / "tests" / "e2e" / name).read_text() for name in PLAYED_IN)
+    assert f'"{path.stem}"' in played
+    undo = re.match(r"invoke run ([\w-]+)", runbooks.read(path).undo)
+    assert undo is None or f'"{undo[1]}"' in played
 
 
 def test_runbooks_that_other_files_name_are_there() -> None:

@@ -196,7 +196,7 @@ def tokens(name: str, port: int, say: str = "hello", limit: float = 20) -> int:
         return 0
 
 
-def end(process: subprocess.Popen[str], by: signal.Signals, limit: float = 60) -> Done:
+def end(process: subprocess.Popen[str], by: signal.Signals, limit: float = 300) -> Done:
     """Sends a signal to a command's process group, as a terminal's Ctrl-C does, and waits for its end."""
     os.killpg(process.pid, by)
     out, err = process.communicate(timeout=limit)

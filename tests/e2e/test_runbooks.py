@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tarfile
@@ -43,7 +44,17 @@ QUICK = (
 """Played one after the other by one plain ansible-playbook; of pairs the second undoes the first."""
 
 LOCK = "/run/bringup/run.json"
-PLAY_LIMIT_S = 300
+NODE_AUDIT = "/var/lib/bringup/audit.jsonl"
+PLAY_LIMIT_S = 1800
+END_LIMIT_S = 300
+"""What ends within seconds when the machine is quiet."""
+
+BURNS_S = 900
+"""Longer than anything that is done meanwhile; it ends when its run does."""
+
+OF_THE_CHECKOUT = ("bringup", "catalog", "playbooks", "plugins", "roles", "ansible.cfg")
+"""What a project in AWX has of this checkout, as far as plays need it."""
+
 STEP_S = 0.3
 KEY = "a-key-that-is-long-enough"
 
@@ -56,14 +67,35 @@ def run(pair: Site, name: str, *words: str) -> Done:
     return pair.invoke("run", name, "--yes", "--json", *words)
 
 
-def plain(pair: Site, *names: str, host: str, **variables: Any) -> subprocess.CompletedProcess[str]:
-    """Runbooks by ansible-playbook alone, as AWX does it, from a process without our environment."""
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout at another place, as AWX makes one for a project; keys of the nodes are where the inventory says."""
+    folder = tmp_path_factory.mktemp("awx") / "project"
+    folder.mkdir()
+    for name in OF_THE_CHECKOUT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, folder / name)
+    (folder / ".lab").symlink_to(lab.LAB)
+    return folder
+
+
+def plain(
+    project: Path, pair: Site, *names: str, host: str, **variables: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runbooks by ansible-playbook alone, as AWX does it: in a project's folder, with a home and an environment that
+    know nothing of us, and extra variables.
+    """
     program = [str(sites.INVOKE.with_name("ansible-playbook"))]
     books = [f"playbooks/runbooks/{name}.yml" for name in names]
     return subprocess.run(
         [*program, "-i", str(pair.folder), *books, "--limit", host, "-e", json.dumps(variables)],
-        cwd=ROOT,
-        env={**sites.environment(), "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json"},
+        cwd=project,
+        env={
+            "PATH": os.defpath,
+            "HOME": str(project.parent),
+            "LANG": "C.UTF-8",
+            "ANSIBLE_STDOUT_CALLBACK": "ansible.posix.json",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -89,9 +121,10 @@ def newest_run(pair: Site, name: str) -> Path | None:
 
 
 @contextmanager
-def burning(pair: Site, name: str, seconds: int) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run that is in the middle of its work on node `name`, and its folder."""
+def burning(pair: Site, name: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run that is in the middle of its work on node `name`, for as long as it is let, and its folder."""
     before = newest_run(pair, "burn-in")
+    seconds = f"{{{{ {BURNS_S} if inventory_hostname == '{name}' else 1 }}}}"
     process = pair.start("run", "burn-in", "--yes", "--json", "--extra", f"runbook_seconds={seconds}")
 
     def begun() -> bool:
@@ -99,7 +132,8 @@ def burning(pair: Site, name: str, seconds: int) -> Iterator[tuple[subprocess.Po
         return folder not in (None, before) and held(name)
 
     try:
-        until(f"burn-in holds {name}", begun, limit=60)
+        until(f"burn-in holds {name}", begun, limit=END_LIMIT_S)
+        until(f"{name} is under load", lambda: loaded(pair, name), limit=END_LIMIT_S)
         folder = newest_run(pair, "burn-in")
         assert folder is not None
         yield process, folder
@@ -107,6 +141,12 @@ def burning(pair: Site, name: str, seconds: int) -> Iterator[tuple[subprocess.Po
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        until(f"the load on {name} has ended too", lambda: not loaded(pair, name), limit=END_LIMIT_S)
+
+
+def loaded(pair: Site, name: str) -> bool:
+    """Whether somebody asks the server something."""
+    return on(name, f"ss -Htn state established '( sport = :{port(pair)} )'") != ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,9 +160,9 @@ def serving(pair: Site) -> None:
 # ---------------------------------------------------------------- every runbook
 
 
-def test_runbooks_by_plain_ansible_and_their_undo_leave_the_node_serving(pair: Site) -> None:
+def test_runbooks_by_plain_ansible_and_their_undo_leave_the_node_serving(project: Path, pair: Site) -> None:
     name = pair.names[0]
-    done = plain(pair, *QUICK, host=name, runbook_seconds=2, runbook_clients=2)
+    done = plain(project, pair, *QUICK, host=name, runbook_seconds=2, runbook_clients=2)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     assert done.stdout.count('"plays": [') == len(QUICK)
     assert not held(name)
@@ -235,31 +275,31 @@ def _keep_powered(name: str, stop: threading.Event) -> None:
 # ---------------------------------------------------------------- two operators, dead controllers, reboots
 
 
-def test_a_second_operator_is_told_who_holds_what_however_he_comes(pair: Site) -> None:
+def test_a_second_operator_is_told_who_holds_what_however_he_comes(project: Path, pair: Site) -> None:
     name = pair.names[0]
-    with burning(pair, name, seconds=12) as (process, folder):
+    with burning(pair, name) as (process, folder):
         second = run(pair, "rotate-logs")
         assert second.code == Exit.LOCKED, second.text
         assert runs.who() in second.text
-        other = plain(pair, "rotate-logs", host=name)
+        other = plain(project, pair, "rotate-logs", host=name)
         assert other.returncode != 0
         assert "This node is held by" in other.stdout
         assert folder.name in other.stdout
         os.killpg(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=END_LIMIT_S)
     assert process.returncode == Exit.INTERRUPTED, out
-    assert plain(pair, "rotate-logs", host=name).returncode == 0, "its lock is taken over at once"
+    assert plain(project, pair, "rotate-logs", host=name).returncode == 0, "its lock is taken over at once"
     assert not held(name)
 
 
 def test_a_killed_controller_leaves_a_lost_run_that_goes_on_where_it_was(pair: Site) -> None:
     first, second = pair.names
-    with burning(pair, second, seconds=3) as (process, folder):
+    with burning(pair, second) as (process, folder):
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     assert runs.read(folder.name).status == runs.LOST
     assert runs.finished_hosts(runs.read(folder.name)) == [first]
-    until("Ansible has ended too", lambda: _players(pair) == "", limit=30)
+    until("Ansible has ended too", lambda: _players(pair) == "", limit=END_LIMIT_S)
     done = run(pair, "burn-in", "--resume", folder.name, "--extra", "runbook_seconds=1")
     assert done.code == Exit.DONE, done.text
     assert list(done.data["hosts"]) == [second]
@@ -276,17 +316,47 @@ def _players(pair: Site) -> str:
     ).stdout
 
 
+def test_ssh_lost_in_the_middle_is_recorded_and_others_are_told_until_when_the_node_is_held(
+    project: Path, pair: Site
+) -> None:
+    name = pair.names[0]
+    with burning(pair, name) as (process, folder):
+        on(name, "pkill -KILL -f '^sshd.*(\\[priv\\]|@)'")
+        out, _ = process.communicate(timeout=END_LIMIT_S)
+    assert process.returncode == Exit.UNREACHABLE, out
+    record = runs.read(folder.name)
+    assert (record.exit_code, list(record.hosts)) == (Exit.UNREACHABLE, [name]), (
+        "the other node was left alone"
+    )
+    assert record.hosts[name].unreachable
+    assert [problem for problem in runs.verify() if folder.name in str(problem)] == []
+    assert held(name), "nobody could give it back"
+    # To another controller this run may still live, and work on other nodes.
+    on(name, f'sed -i \'s/"machine": "[^"]*"/"machine": "elsewhere"/\' {LOCK}')
+    other = plain(project, pair, "rotate-logs", host=name)
+    assert other.returncode != 0
+    assert "Its SSH connection is gone" in other.stdout
+    assert "here it is free in" in other.stdout
+    done = run(pair, "rotate-logs", "--force-unlock")
+    assert done.code == Exit.DONE, done.text
+    assert any("Broke the lock" in note for note in done.data["notes"]), done.data["notes"]
+    assert folder.name in on(name, f"tail -n 1 {NODE_AUDIT}")
+    assert done.data["id"] in (ROOT / "runs" / "audit.jsonl").read_text()
+    assert not held(name)
+    assert answers(name, port(pair))
+
+
 def test_a_node_that_boots_in_the_middle_fails_alone_and_is_free_again(pair: Site) -> None:
     name = pair.names[0]
-    with burning(pair, name, seconds=60) as (process, folder):
+    with burning(pair, name) as (process, folder):
         lab.reboot(name, say=sites.quiet)
-        process.communicate(timeout=120)
+        process.communicate(timeout=END_LIMIT_S)
     assert process.returncode in (Exit.FAILED, Exit.UNREACHABLE)
     record = runs.read(folder.name)
     assert record.exit_code == process.returncode
     assert not held(name)
     assert [problem for problem in runs.verify() if folder.name in str(problem)] == []
-    until(f"{name} answers", lambda: answers(name, port(pair)), limit=120)
+    until(f"{name} answers", lambda: answers(name, port(pair)), limit=END_LIMIT_S)
 
 
 def test_outside_of_its_windows_a_node_is_changed_only_with_a_reason(pair: Site) -> None:
