@@ -399,6 +399,11 @@ def test_packages_are_the_same_bytes_every_time_and_say_what_they_are() -> None:
     assert made.startswith(b"!<arch>\ndebian-binary")
 
 
+def test_the_archive_says_the_sum_of_its_index() -> None:
+    text = archive.release(b"Package: demo\n")
+    assert f" {hashlib.sha256(b'Package: demo' + bytes([10])).hexdigest()} 14 Packages\n" in text
+
+
 def test_two_drivers_exclude_each_other_and_versions_go_together() -> None:
     made = {
         (package.name, package.version): package

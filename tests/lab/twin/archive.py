@@ -320,10 +320,16 @@ def build(parent: Path, arch: str) -> Path:
         (beside / name).write_bytes(content)
         index.append(_stanza(package, arch, name, content))
     (beside / "Packages").write_text("\n".join(index), encoding="utf-8")
-    (beside / "Release").write_text("Origin: bringup-twins\nLabel: stand-in\nSuite: twin\n", encoding="utf-8")
+    (beside / "Release").write_text(release((beside / "Packages").read_bytes()), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)
     return folder
+
+
+def release(packages: bytes) -> str:
+    """The text of `Release`. Without the index's sum in it, apt drops the index at every second update."""
+    sums = f"SHA256:\n {hashlib.sha256(packages).hexdigest()} {len(packages)} Packages\n"
+    return f"Origin: bringup-twins\nLabel: stand-in\nSuite: twin\nDate: Thu, 01 Jan 2026 00:00:00 UTC\n{sums}"
 
 
 def _all(arch: str, work: Path) -> Iterable[Package]:
