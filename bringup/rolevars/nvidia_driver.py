@@ -16,6 +16,7 @@ REPOSITORY = "/etc/apt/sources.list.d/bringup-driver-repository.sources"
 SMI = "/usr/bin/nvidia-smi"
 DEFAULT_POWER = (
     f"/bin/sh -c '{SMI} --query-gpu=index,power.default_limit --format=csv,noheader,nounits | "
+    'grep "^[0-9][0-9]*, " | '
     f'while IFS=", " read -r gpu watts; do {SMI} --id=$$gpu --power-limit=$$watts; done\''
 )
 """Each GPU's own limit again: nvidia-smi has no option for that, and a limit outlives the unit that set it."""
