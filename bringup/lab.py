@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -70,6 +71,9 @@ PACKAGE_OF: Mapping[str, str] = {
     "ssh-keygen": "openssh-client",
 }
 """What starting an engine and making an image takes: a program and the distribution's package that has it."""
+
+BRIDGE = re.compile("br-[0-9a-f]{12}")
+"""The bridge of a network that a Docker engine has made."""
 
 Say = Callable[[str], None]
 
@@ -596,6 +600,32 @@ def _remove_bridges() -> None:
             _completed(_as_root(["ip", "link", "delete", name]), 30)
 
 
+def stale_rules(listed: str, links: Iterable[str]) -> list[list[str]]:
+    """The firewall rules (as `iptables -S` prints them) about the lab's addresses that name a bridge which is
+    gone. A killed engine leaves them; one that says "all but my bridge" then changes the sender's address
+    between nodes, or drops what they send.
+    """
+    there = set(links)
+    rules = [shlex.split(line)[1:] for line in listed.splitlines() if line.startswith("-A ")]
+    return [
+        rule
+        for rule in rules
+        if any(word.startswith(f"{SUBNET}.") for word in rule)
+        and any(BRIDGE.fullmatch(word) and word not in there for word in rule)
+    ]
+
+
+def _remove_rules() -> None:
+    """Removes what `stale_rules` finds."""
+    if not _program("iptables"):
+        return
+    links = [path.name for path in Path("/sys/class/net").iterdir()]
+    for table in ("nat", "raw"):
+        listed = _completed(_as_root(["iptables", "-w", "-t", table, "-S"]), 30).stdout
+        for rule in stale_rules(listed, links):
+            _completed(_as_root(["iptables", "-w", "-t", table, "-D", *rule]), 30)
+
+
 def _mtu() -> int:
     """MTU of the interface with the default route: a bridge with more loses big packets without a word."""
     try:
@@ -900,13 +930,17 @@ def _start(engine: Engine, name: str, exists: bool, image: str, key: str, extra:
 
 
 def _ensure_network(engine: Engine) -> None:
-    if engine.tries("network", "inspect", NETWORK).returncode == 0:
-        return
+    there = engine.tries("network", "inspect", NETWORK).returncode == 0
     if published():
-        engine.run("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
+        if not there:
+            engine.run("network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
+        return
+    _remove_rules()
+    if there:
         return
     if len(_dockerd_commands()) <= 1:
         _remove_bridges()
+        _remove_rules()
     option = f"com.docker.network.driver.mtu={_mtu()}"
     engine.run("network", "create", "--subnet", f"{SUBNET}.0/24", "--opt", option, NETWORK)
 

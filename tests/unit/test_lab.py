@@ -186,3 +186,19 @@ def test_a_stale_pid_file_is_not_taken_for_an_engine(tmp_path: Path) -> None:
     pid_file.write_text("1")
     assert not lab._runs(pid_file, "dockerd")
     assert not lab._runs(tmp_path / "none", "dockerd")
+
+
+def test_rules_of_a_killed_engine_are_known_by_their_bridge() -> None:
+    listed = """\
+-P POSTROUTING ACCEPT
+-N DOCKER
+-A POSTROUTING -s 198.18.5.0/24 ! -o br-c725319fb472 -j MASQUERADE
+-A POSTROUTING -s 198.18.5.0/24 ! -o br-430b8ae89402 -j MASQUERADE
+-A POSTROUTING -s 172.18.0.0/16 ! -o br-aaaabbbbcccc -j MASQUERADE
+-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE
+-A PREROUTING -d 198.18.5.51/32 ! -i br-430b8ae89402 -j DROP
+"""
+    assert [" ".join(rule) for rule in lab.stale_rules(listed, ["lo", "br-c725319fb472"])] == [
+        "POSTROUTING -s 198.18.5.0/24 ! -o br-430b8ae89402 -j MASQUERADE",
+        "PREROUTING -d 198.18.5.51/32 ! -i br-430b8ae89402 -j DROP",
+    ]
