@@ -249,7 +249,7 @@ def addresses(
     rows: Iterable[Mapping[str, Any]], root: Path, connect: Callable[[str, int], str] | None = None
 ) -> list[dict[str, Any]]:
     """Whether each address can be reached, the ones whose `unless` is there left out. A row: host, port, purpose;
-    `kind: pip` stands for what the node's own pip settings name. With a proxy, it is the proxy that is asked for.
+    `kind: pip` (host "") is what the node's own pip settings name, if any. With a proxy, the proxy is asked.
 
     Adds `error`: "" or why not; a name that is not found begins with "name".
     """
@@ -279,7 +279,7 @@ def _target(row: Mapping[str, Any], root: Path) -> dict[str, Any] | None:
     spared = {part.strip() for part in variables.get("no_proxy", "").split(",")}
     if found["host"] not in spared:
         _move(found, variables.get("https_proxy") or variables.get("all_proxy") or "")
-    return found
+    return found if found["host"] else None
 
 
 def _move(row: dict[str, Any], url: str) -> None:

@@ -18,8 +18,8 @@ HUBS: Mapping[str, tuple[str, int]] = {
     "huggingface": ("huggingface.co", 443),
     "modelscope": ("modelscope.cn", 443),
 }
-PACKAGE_INDEX = ("pypi.org", 443)
-"""Asked for only where the node's own settings name no other index."""
+PACKAGE_INDEX = ("", 443)
+"""The node's own settings name the index (or the proxy before it); where they do not, none is asked for."""
 
 DRIVER_MENDS = (
     "DRIVER_MISSING",

@@ -111,13 +111,14 @@ def test_an_address_answers_or_says_why_not(listening: int, tmp_path: Path) -> N
 
 
 def test_the_nodes_own_index_and_proxy_are_asked_for(tmp_path: Path) -> None:
-    row = {"host": "pypi.org", "port": 443, "purpose": "p", "kind": "pip"}
+    row = {"host": "", "port": 443, "purpose": "p", "kind": "pip"}
     asked: list[tuple[str, int]] = []
 
     def connect(host: str, port: int) -> str:
         asked.append((host, port))
         return ""
 
+    assert surroundings.addresses([row], tmp_path, connect) == []
     put(tmp_path, "/etc/pip.conf", "[global]\nindex-url = http://mirror.example:8080/simple\n")
     surroundings.addresses([row], tmp_path, connect)
     put(tmp_path, "/etc/environment", 'https_proxy="http://user:secret@proxy.example:3128"\n')
@@ -261,7 +262,7 @@ def test_a_site_that_keeps_its_driver_to_itself_gets_no_promise() -> None:
 def test_a_plan_asks_for_hubs_and_index_only_where_nothing_nearer_is_named() -> None:
     whole = plan.load("h20")
     rows = variables.variables(whole.hosts[0], whole)["preflight_expected"]["addresses"]
-    assert {row["host"] for row in rows} == {"huggingface.co", "modelscope.cn", "pypi.org"}
+    assert {row["host"] for row in rows} == {"huggingface.co", "modelscope.cn", ""}
     assert all(row["unless"].startswith("/") for row in rows)
 
 
