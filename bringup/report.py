@@ -320,6 +320,9 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Any:
             shown.add_row("", Text(str(row["why"]), "red"))
         if row.get("restart"):
             shown.add_row("", Text(str(row["restart"]), "yellow"))
+        elif row.get("drained"):
+            said = "it is out of rotation (drained). Put it back: invoke run return-node"
+            shown.add_row("", Text(said, "yellow"))
     return shown
 
 

@@ -401,11 +401,15 @@ def watch_unit_text(service: Service) -> str:
     return _unit(("Unit", unit), ("Service", run), ("Install", ["WantedBy=multi-user.target"]))
 
 
-def restart_unit_text(service: Service, longest_s: int, *options: str) -> str:
+def restart_unit_text(service: Service, longest_s: int, starter: str | None, *options: str) -> str:
     """The unit that restarts the server once, politely; `longest_s`: postponing, lease, drain and start
-    together.
+    together; `starter`: the timer or path that starts it (None: nothing does).
     """
-    unit = [f"Description=Restart of {value(service.unit)}, one host of its group at a time"]
+    unit = [
+        f"Description=Restart of {value(service.unit)}, one host of its group at a time",
+        # Whoever stops the schedule means the restart too that waits for its hours or a quiet moment.
+        f"PartOf={starter}" if starter else None,
+    ]
     dropped = ("ProtectProc", "CapabilityBoundingSet")
     run = [
         "Type=oneshot",

@@ -24,6 +24,7 @@ from typing import Any
 SERVICES = Path("/etc/bringup/services")
 STARTS = Path("/var/lib/bringup/starts")
 RUN = Path("/run/bringup")
+DRAINING = RUN / "draining"
 PROC = Path("/proc")
 RESPONSE_BYTES = 8 * 1024 * 1024
 COMMAND_TIMEOUT_S = 30.0
@@ -142,6 +143,17 @@ def journal_of(service: Mapping[str, Any]) -> list[str]:
     namespace = service.get("log_namespace") or service["unit"]
     chosen = [f"--namespace={namespace}", f"--identifier={service['unit']}"]
     return ["journalctl", *chosen, "--no-pager", "--quiet"]
+
+
+def drained(name: str, folder: Path | None = None) -> bool:
+    """Is a service out of rotation? Its mark is a file, with the seconds since boot at which it ends by itself
+    in it; an empty one ends when somebody takes it away.
+    """
+    try:
+        until = ((folder or DRAINING) / name).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return False
+    return not until or time.clock_gettime(time.CLOCK_BOOTTIME) < float(until)
 
 
 def request(

@@ -4,7 +4,8 @@ and each restart).
 Two things stop new requests. A mark, a file a service under /run/bringup/draining: the lease listener's
 `/v1/ready/<service>` turns 503, for load balancers. And the kernel: new connections from other machines to the
 server's port are refused (nftables), so that clients which ask nobody go to another node at once. Connections
-that are open go on, and so do the node's own (watchdog, warm-up, verification). A reboot takes both away.
+that are open go on, and so do the node's own (watchdog, warm-up, verification). A reboot takes both away, and both
+end by themselves where whoever made them gave them an end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 from . import common
 from .common import Refusal
 
-MARKS = common.RUN / "draining"
 POLL_S = 0.5
 IDLE_LOOKS = 3
 """So many looks in a row must find no request before a server counts as idle."""
@@ -66,15 +66,23 @@ def take_new(name: str) -> None:
 
 def marked(names: Iterable[str], folder: Path | None = None) -> list[str]:
     """Those of the services that are marked."""
-    return [name for name in names if ((folder or MARKS) / name).exists()]
+    return [name for name in names if common.drained(name, folder)]
 
 
 def mark(service: Mapping[str, Any], limit_s: float | None, folder: Path | None = None) -> str:
-    """Mark a service and refuse new connections to it; why those are not refused, or the empty string."""
-    marks = folder or MARKS
-    marks.mkdir(parents=True, exist_ok=True)
-    (marks / service["name"]).touch()
+    """Mark a service and refuse new connections to it, for `limit_s` (None: until `put_back`); why those are not
+    refused, or the empty string.
+    """
+    _note(str(service["name"]), limit_s, folder)
     return refuse_new(str(service["name"]), int(service["port"]), limit_s)
+
+
+def _note(name: str, limit_s: float | None, folder: Path | None) -> None:
+    """Write the mark (`common.drained`). Half written it is empty, which counts too."""
+    marks = folder or common.DRAINING
+    marks.mkdir(parents=True, exist_ok=True)
+    end = "" if limit_s is None else f"{time.clock_gettime(time.CLOCK_BOOTTIME) + limit_s:.0f}"
+    (marks / name).write_text(end, encoding="ascii")
 
 
 def drain(
@@ -82,19 +90,22 @@ def drain(
     limit_s: float,
     look: Callable[[Mapping[str, Any]], int] | None = None,
     folder: Path | None = None,
-) -> dict[str, int]:
-    """Marks the services and waits, at most `limit_s` each; how many requests each still had (0: idle)."""
-    marks = folder or MARKS
-    marks.mkdir(parents=True, exist_ok=True)
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Marks the services and waits, at most `limit_s` each; how many requests each still had (0: idle), and why new
+    connections are not refused to those to which they are not.
+    """
     services = {name: _described(name) for name in names}
+    open_because = {}
     for name, service in services.items():
-        (marks / name).touch()
-        if service:
-            mark(service, None, marks)
-    return {
+        _note(name, None, folder)
+        why = refuse_new(name, int(service["port"]), None) if service else ""
+        if why:
+            open_because[name] = why
+    left = {
         name: _wait(service, limit_s, look or in_flight) if service else 0
         for name, service in services.items()
     }
+    return left, open_because
 
 
 def _described(name: str) -> dict[str, Any] | None:
@@ -123,5 +134,5 @@ def in_flight(service: Mapping[str, Any]) -> int:
 def put_back(names: Iterable[str], folder: Path | None = None) -> None:
     """Removes the marks, and lets new connections in."""
     for name in names:
-        ((folder or MARKS) / name).unlink(missing_ok=True)
+        ((folder or common.DRAINING) / name).unlink(missing_ok=True)
         take_new(name)

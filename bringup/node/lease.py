@@ -33,7 +33,6 @@ from bringup.node.common import say
 
 SETTINGS = Path("/etc/bringup/lease.json")
 RESTARTS = Path("/var/lib/bringup/restarts")
-DRAINING = common.RUN / "draining"
 
 BODY_BYTES = 4096
 REQUEST_LIMIT_S = 10.0
@@ -154,7 +153,7 @@ class Node:
             active = (
                 common.unit_state(f"{service['unit']}.service", ("ActiveState",))["ActiveState"] == "active"
             )
-            services[service["name"]] = {"active": active, "draining": (DRAINING / service["name"]).exists()}
+            services[service["name"]] = {"active": active, "draining": common.drained(service["name"])}
         held = {
             group: lease["holder"]
             for group in self.settings["groups"]
@@ -167,7 +166,7 @@ class Node:
         found = [service for service in self.settings["groups"].values() if service["name"] == name]
         if not found:
             return _nothing()
-        if (DRAINING / name).exists():
+        if common.drained(name):
             return HTTPStatus.SERVICE_UNAVAILABLE, {"ready": False, "why": "draining"}
         state = common.unit_state(f"{found[0]['unit']}.service", ("ActiveState",))["ActiveState"]
         if state != "active":

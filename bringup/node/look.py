@@ -72,6 +72,7 @@ def status(name: str, limit_s: float) -> dict[str, Any]:
         next_restart=_moment(times["NextElapseUSecRealtime"]),
         log_bytes=log_bytes(name),
         restart=restart_of(name),
+        drained=common.drained(name),
     )
     if row["state"] != "active":
         return {**row, "why": f"the unit is {row['state']} ({unit['SubState']}, {unit['Result']})"}

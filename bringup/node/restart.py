@@ -4,11 +4,13 @@ restarting.
 In order: wait for the hours in which it may be restarted (at most `hours_wait_s`), wait while it is busy (at most
 `postpone_s`, and not beyond those hours), get the group's lease from more than half of its nodes and a no from
 none, refuse new connections and let requests in flight end (at most `drain_s`), restart (which waits for a real
-token and warms up), ask once more, let requests in again, give the lease back. A restart that fails is kept: this
+token and warms up), ask once more, let requests in again, give the lease back. A server that somebody has stopped
+or taken out of rotation is not restarted by itself (by schedule or drift). A restart that fails is kept: this
 node then says no to the others, so that the group stops at its first failure. It needs no controller: if one dies
 that has called this, the restart ends by itself. What it waits for stands in /run/bringup/restarting/NAME.json.
 
-Exit codes: 0 restarted, 4 failed, 8 refused (somebody else restarts, nodes do not answer, or not in these hours).
+Exit codes: 0 restarted (or told to end by TERM), 4 failed, 8 refused (somebody else restarts, nodes do not answer,
+not in these hours, or it does not serve).
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ RESTARTS = Path("/var/lib/bringup/restarts")
 WAITING = common.RUN / "restarting"
 
 DONE, FAILED, REFUSED = 0, 4, 8
+TOLD = "told"
+"""Name of the refusal that a TERM makes: its unit was stopped, which is no failure."""
 
 PEER_TIMEOUT_S = 10.0
 POLL_S = 1.0
@@ -326,11 +330,27 @@ def keep(service: Mapping[str, Any], result: Mapping[str, Any], reason: str) -> 
     return record
 
 
+def state_of(service: Mapping[str, Any], reason: str) -> str:
+    """What systemd says of the server (`active`, `failed`, ...). Raises Refusal when nobody has asked for this
+    restart and the server is down or out of rotation: that is somebody's will, or a matter for somebody.
+    """
+    unit = f"{service['unit']}.service"
+    state = common.unit_state(unit, ("ActiveState",))["ActiveState"]
+    if reason.startswith(BY_ITSELF):
+        if state != "active":
+            raise Refusal(
+                "down", f"it is {state}, and only one that serves is. To start it: systemctl start {unit}"
+            )
+        if drain.marked([str(service["name"])]):
+            raise Refusal("drained", "it is out of rotation. To put it back: invoke run return-node")
+    return state
+
+
 def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The whole restart; its record (outcome "done" or "failed"). Raises Refusal when nothing was done."""
     key, began, waiting = common.key_of(service), time.monotonic(), Waiting(str(service["name"]))
     settings, group = settings_of(service["name"])
-    state = common.unit_state(f"{service['unit']}.service", ("ActiveState",))["ActiveState"]
+    state = state_of(service, options.reason)
     left_s = WEEK_S
     if not options.now:
         wait_hours(service, waiting)
@@ -340,6 +360,8 @@ def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str
     postponed = time.monotonic() - began
     with lease(settings, group, service, options, waiting, left_s - postponed):
         result: dict[str, Any] = {"postponed_s": round(postponed, 1), "waits": waiting.waits}
+        # Hours may have gone by: somebody may have stopped it since.
+        state = state_of(service, options.reason)
         try:
             with draining(service) as open_because:
                 if open_because:
@@ -407,6 +429,7 @@ def run(options: argparse.Namespace) -> int:
     """One restart from the command line; its outcome is said, and is the exit code."""
     record: dict[str, Any]
     service: dict[str, Any] = {}
+    code = REFUSED
     try:
         service = common.load(options.name)
         if options.drift:
@@ -414,6 +437,7 @@ def run(options: argparse.Namespace) -> int:
         with only_one(options.name):
             record = restart(service, options)
     except Refusal as refusal:
+        code = DONE if refusal.name == TOLD else REFUSED
         record = {"schema_version": 1, "service": options.name, "outcome": "refused", "why": str(refusal)}
         if service and options.reason.startswith(BY_ITSELF):
             record = keep(service, record, options.reason)
@@ -425,7 +449,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"the restart failed: {record['why']}. The rest of its group waits until this server is up")
     if options.json:
         print(json.dumps(record))
-    return {"done": DONE, "refused": REFUSED}.get(record["outcome"], FAILED)
+    return {"done": DONE, "refused": code}.get(record["outcome"], FAILED)
 
 
 def _drift_reason(name: str) -> str:
@@ -456,7 +480,7 @@ def main(words: list[str]) -> int:
 
     def on_term(number: int, frame: FrameType | None) -> None:
         # Leaves through every `finally`: the lease is given back.
-        raise SystemExit(128 + number)
+        raise Refusal(TOLD, "it was told to end")
 
     signal.signal(signal.SIGTERM, on_term)
     os.umask(0o022)

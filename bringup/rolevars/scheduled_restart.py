@@ -12,6 +12,9 @@ from bringup.rolevars import entries
 
 PROGRAMS = ("common", "restart", "lease", "drain", "drift", "windows")
 LEASE_UNIT = "bringup-lease.service"
+LEASE_STATE = "/var/lib/bringup-lease"
+"""Where the listener keeps who restarts (StateDirectory= of its unit)."""
+
 MARGIN_S = 600
 
 
@@ -30,11 +33,13 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
         if len(nodes := group_of(service, plan)) > 1
     ]
     files = entries.library(PROGRAMS) if host.services else []
-    files += [entries.folder(str(systemd.STATE / "restarts"))] if host.services else []
+    files += [entries.folder(str(systemd.STATE / "restarts"), whole=True)] if host.services else []
     for service in host.services:
         files += _files(service)
     units = [unit for service in host.services for unit in _units(service)]
     if groups:
+        own = {"owner": systemd.LEASE_USER, "group": systemd.LEASE_USER}
+        files.append(entries.folder(LEASE_STATE, **own, whole=True))
         files.append(entries.unit(LEASE_UNIT, systemd.lease_unit_text()))
         units.append(_lease_unit())
     return {
@@ -62,11 +67,12 @@ def longest_s(service: Service) -> int:
 def _files(service: Service) -> list[dict[str, Any]]:
     name, drift = systemd.restart_unit(service), systemd.drift_unit(service)
     longest = longest_s(service)
-    found = [entries.unit(f"{name}.service", systemd.restart_unit_text(service, longest))]
-    if service.restart.calendar:
-        found.append(entries.unit(f"{name}.timer", systemd.restart_timer_text(service)))
+    timer = f"{name}.timer" if service.restart.calendar else None
+    found = [entries.unit(f"{name}.service", systemd.restart_unit_text(service, longest, timer))]
+    if timer:
+        found.append(entries.unit(timer, systemd.restart_timer_text(service)))
     if service.restart.drift.watched:
-        text = systemd.restart_unit_text(service, longest, "--drift")
+        text = systemd.restart_unit_text(service, longest, f"{drift}.path", "--drift")
         found.append(entries.unit(f"{drift}.service", text))
         beside = {f"{drift}.service": text}
         found.append(entries.unit(f"{drift}.path", systemd.drift_path_text(service), beside))

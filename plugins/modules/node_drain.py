@@ -32,6 +32,10 @@ left:
   description: Requests that a server still had when the time was over, by service.
   returned: state is drained
   type: dict
+not_refused:
+  description: Why new connections are not refused to a server, by service.
+  returned: state is drained
+  type: dict
 """
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
@@ -53,11 +57,14 @@ def main() -> None:
     marked = drain.marked(given["services"])
     changed = len(marked) < len(given["services"]) if wanted else bool(marked)
     left: dict[str, int] = {}
+    not_refused: dict[str, str] = {}
     if wanted and not module.check_mode:
-        left = drain.drain(given["services"], given["limit_s"])
+        left, not_refused = drain.drain(given["services"], given["limit_s"])
     elif not module.check_mode:
         drain.put_back(given["services"])
-    module.exit_json(changed=changed, left=left)
+    for name, why in not_refused.items():
+        module.warn(f"new connections to {name} are not refused: {why}")
+    module.exit_json(changed=changed, left=left, not_refused=not_refused)
 
 
 if __name__ == "__main__":

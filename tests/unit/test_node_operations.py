@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bringup.node import answers, bundle, drain, snapshot
+from bringup.node import answers, bundle, common, drain, snapshot
 from bringup.node.snapshot import NoSnapshot
 
 
@@ -89,10 +89,19 @@ def test_snapshots_are_roots_only(tmp_path: Path) -> None:
 
 
 def test_a_drain_marks_first_and_a_service_that_is_not_there_is_idle(tmp_path: Path) -> None:
-    assert drain.drain(["nowhere"], 5, folder=tmp_path) == {"nowhere": 0}
+    assert drain.drain(["nowhere"], 5, folder=tmp_path) == ({"nowhere": 0}, {})
     assert drain.marked(["nowhere", "other"], tmp_path) == ["nowhere"]
     drain.put_back(["nowhere", "other"], tmp_path)
     assert drain.marked(["nowhere", "other"], tmp_path) == []
+
+
+def test_a_drain_says_where_new_connections_are_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "load", lambda name: {"name": name, "port": 8000})
+    monkeypatch.setattr(common, "run", lambda command, stdin="": (127 if command[0] == "nft" else 0, "", ""))
+    left, not_refused = drain.drain(["words"], 5, look=lambda service: 0, folder=tmp_path)
+    assert (left, not_refused) == ({"words": 0}, {"words": drain.NO_NFT})
 
 
 def test_a_bundle_holds_commands_and_files_and_what_is_missing_says_so(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -199,17 +200,30 @@ def test_a_busy_server_is_waited_for_within_a_bound_and_the_rest_is_counted() ->
     assert restart.wait_idle(SERVICE, 0, None, look=lambda service, key: 5) == 5
 
 
+def test_the_mark_of_a_restart_ends_by_itself_and_one_by_hand_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "run", lambda command, stdin="": (0, "", ""))
+    drain.mark(SERVICE, -1, tmp_path)
+    assert drain.marked(["words"], tmp_path) == []
+    drain.mark(SERVICE, 60, tmp_path)
+    assert drain.marked(["words"], tmp_path) == ["words"]
+    drain.mark(SERVICE, None, tmp_path)
+    assert (tmp_path / "words").read_text() == ""
+    assert drain.marked(["words"], tmp_path) == ["words"]
+
+
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """One node without a group: what it does is noted instead of done."""
     seen: dict[str, Any] = {"log": [], "fails": ""}
     monkeypatch.setattr(restart, "RESTARTS", tmp_path / "restarts")
-    monkeypatch.setattr(drain, "MARKS", tmp_path / "draining")
+    monkeypatch.setattr(common, "DRAINING", tmp_path / "draining")
     monkeypatch.setattr(restart, "WAITING", tmp_path / "waiting")
     monkeypatch.setattr(
         drain,
         "refuse_new",
-        lambda name, port, limit: seen["log"].append(f"refuse {port} for {limit:g}") or "",
+        lambda name, port, limit: seen["log"].append(f"refuse {port} for {limit or 0:g}") or "",
     )
     monkeypatch.setattr(drain, "take_new", lambda name: seen["log"].append("take"))
     monkeypatch.setattr(restart, "SETTINGS", tmp_path / "none.json")
@@ -404,6 +418,62 @@ def test_what_it_waits_for_can_be_seen_meanwhile_and_a_refusal_is_in_the_history
     assert common.read_json(node["folder"] / "restarts" / "bringup-words.json")["outcome"] == "done"
 
 
+@pytest.mark.parametrize(
+    ("state", "drained", "why"),
+    [
+        ("inactive", False, "it is inactive"),
+        ("failed", False, "it is failed"),
+        ("active", True, "out of rotation"),
+    ],
+)
+def test_what_somebody_has_stopped_or_drained_is_restarted_by_hand_only(
+    node: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    drained: bool,
+    why: str,
+) -> None:
+    monkeypatch.setattr(common, "unit_state", lambda unit, properties: {"ActiveState": state})
+    if drained:
+        drain.mark(SERVICE, None)
+        node["log"].clear()
+    assert restart.run(options(reason="schedule")) == restart.REFUSED
+    assert node["log"] == []
+    assert why in capsys.readouterr().err
+    assert restart.run(options(reason="invoke restart", now=True)) == restart.DONE
+
+
+def test_a_server_that_is_stopped_while_its_restart_waits_stays_stopped(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["active", "inactive"])
+    monkeypatch.setattr(common, "unit_state", lambda unit, properties: {"ActiveState": next(states)})
+    assert restart.run(options(reason="schedule")) == restart.REFUSED
+    assert "restart" not in node["log"]
+
+
+def test_a_restart_that_is_told_to_end_while_it_waits_has_done_nothing_and_has_not_failed(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(service: Mapping[str, Any], limit: float, key: str | None) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        return 0
+
+    monkeypatch.setattr(restart, "wait_idle", wait)
+    handler, mask = signal.getsignal(signal.SIGTERM), os.umask(0o022)
+    try:
+        assert restart.main(["words"]) == restart.DONE
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        os.umask(mask)
+    assert "restart" not in node["log"]
+    assert not (node["folder"] / "waiting" / "words.json").exists()
+    rows = (node["folder"] / "restarts" / "bringup-words.history.jsonl").read_text().splitlines()
+    assert [json.loads(row)["why"] for row in rows] == ["it was told to end"]
+
+
 def test_a_restart_for_drift_has_the_watchdogs_numbers_as_its_reason(
     node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +492,7 @@ def test_a_load_balancer_is_told_whether_a_server_takes_requests(
 ) -> None:
     state = {"ActiveState": "active"}
     monkeypatch.setattr(common, "unit_state", lambda unit, properties: state)
-    monkeypatch.setattr(lease, "DRAINING", tmp_path)
+    monkeypatch.setattr(common, "DRAINING", tmp_path)
 
     def ready(name: str) -> tuple[int, Any]:
         service = {"address": "127.0.0.1", "port": nodes.ports["a"]}
@@ -432,6 +502,10 @@ def test_a_load_balancer_is_told_whether_a_server_takes_requests(
     assert ready("words") == (200, None)
     (tmp_path / "words").touch()
     assert ready("words") == (503, "draining")
+    (tmp_path / "words").write_text(f"{time.clock_gettime(time.CLOCK_BOOTTIME) + 60:.0f}")
+    assert ready("words") == (503, "draining")
+    (tmp_path / "words").write_text("1")
+    assert ready("words") == (200, None), "a restart that died long ago keeps no server out of rotation"
     (tmp_path / "words").unlink()
     state["ActiveState"] = "activating"
     assert ready("words") == (503, "activating")

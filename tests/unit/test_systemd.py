@@ -163,9 +163,13 @@ def test_systemd_finds_nothing_wrong_with_any_unit(name: str, tmp_path: Path) ->
         f"{one.unit}.service": systemd.unit_text(one, HOST),
         **log_units(one),
         f"{systemd.watch_unit(one)}.service": systemd.watch_unit_text(one),
-        f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(one, 3600),
+        f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(
+            one, 3600, f"{systemd.restart_unit(one)}.timer"
+        ),
         f"{systemd.restart_unit(one)}.timer": systemd.restart_timer_text(one),
-        f"{systemd.drift_unit(one)}.service": systemd.restart_unit_text(one, 3600, "--drift"),
+        f"{systemd.drift_unit(one)}.service": systemd.restart_unit_text(
+            one, 3600, f"{systemd.drift_unit(one)}.path", "--drift"
+        ),
         f"{systemd.drift_unit(one)}.path": systemd.drift_path_text(one),
         "bringup-lease.service": systemd.lease_unit_text(),
     }
@@ -183,7 +187,9 @@ def test_every_unit_that_runs_for_long_is_sandboxed(name: str, tmp_path: Path) -
         f"{one.unit}.service": systemd.unit_text(one, HOST),
         f"{systemd.log_unit(one)}.service": systemd.log_unit_text(one),
         f"{systemd.watch_unit(one)}.service": systemd.watch_unit_text(one),
-        f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(one, 3600),
+        f"{systemd.restart_unit(one)}.service": systemd.restart_unit_text(
+            one, 3600, f"{systemd.restart_unit(one)}.timer"
+        ),
         "bringup-lease.service": systemd.lease_unit_text(),
     }
     for file, text in units.items():
