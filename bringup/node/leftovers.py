@@ -1,10 +1,10 @@
 """`leftovers.py [--remove ID ...]`: what servers that crashed, or were started by hand, left on this node; as
 JSON.
 
-Found: processes of the servers' users outside of their units, files in shared memory and System V segments of
-those users that nobody uses, planned ports and GPUs held by processes outside of the units. Only looks,
-unless IDs (as it printed them) are given; each is looked at again before it goes, so that nothing is removed
-that has changed since.
+Found: processes of the servers' users outside of their units, files in shared memory and System V segments,
+semaphores and queues of those users that nobody uses, locks of killed builds in the servers' caches, planned
+ports and GPUs held by processes outside of the units. Only looks, unless IDs (as it printed them) are given; each
+is looked at again before it goes, so that nothing is removed that has changed since.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bringup.node import common
+from bringup.node import common, serve
 
 SHM = Path("/dev/shm")
-SYSV = Path("/proc/sysvipc/shm")
+SYSV = Path("/proc/sysvipc")
+SYSV_KINDS: Mapping[str, tuple[str, str, str, str]] = {
+    "sysv": ("shm", "-m", "size", "System V segment {number} ({size} bytes)"),
+    "semaphores": ("sem", "-s", "nsems", "System V semaphores {number} ({size})"),
+    "messages": ("msg", "-q", "cbytes", "System V queue {number} ({size} bytes)"),
+}
+"""Kind -> its table, what `ipcrm` calls it, the column that is its size, and what is said of it."""
+
+NUMBERS: Mapping[str, str] = {"shm": "shmid", "sem": "semid", "msg": "msqid"}
+"""Table -> its column of numbers."""
+
 TERM_WAIT_S = 10.0
 KILL_WAIT_S = 5.0
 POLL_S = 0.1
@@ -147,22 +157,47 @@ def lost_shm(users: Mapping[int, str], now: float, folder: Path = SHM) -> list[L
     return found
 
 
-def lost_sysv(users: Mapping[int, str], table: Path = SYSV) -> list[Leftover]:
-    """System V shared memory of the servers' users with no process attached."""
-    try:
-        rows = [row.split() for row in table.read_text(encoding="ascii").splitlines()[1:]]
-    except OSError:
-        return []
-    found = []
-    for row in rows:
-        number, size, attached, owner = row[1], int(row[3]), int(row[6]), int(row[7])
-        if owner in users and attached == 0:
-            what = f"System V segment {number} ({size / 1024**2:.1f} MiB)"
-            found.append(
-                Leftover(
-                    f"sysv:{number}:{size}", "sysv", what, f"belongs to {users[owner]}, nothing attached"
+def lost_sysv(users: Mapping[int, str], running: Iterable[int], folder: Path = SYSV) -> list[Leftover]:
+    """System V segments of the servers' users with no process attached, and semaphores and queues of those
+    without any process at all (`running`: owners of processes).
+    """
+    found, alive = [], set(running)
+    for kind, (table, _, measure, what) in SYSV_KINDS.items():
+        for row in _table(folder / table):
+            owner, number, size = int(row["uid"]), row[NUMBERS[table]], row[measure]
+            used = row["nattch"] != "0" if "nattch" in row else owner in alive
+            if owner in users and not used:
+                why = f"belongs to {users[owner]} and no process uses it"
+                found.append(
+                    Leftover(f"{kind}:{number}:{size}", kind, what.format(number=number, size=size), why)
                 )
-            )
+    return found
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    """Rows of a table of the kernel's with a head."""
+    try:
+        head, *rows = path.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return []
+    return [dict(zip(head.split(), row.split())) for row in rows]  # noqa: B905 (nodes have Python 3.9)
+
+
+def lost_locks(known: Iterable[Mapping[str, Any]]) -> list[Leftover]:
+    """Locks of builds that were killed: every later start of the server waits for them."""
+    return [
+        Leftover(f"lock:{path}:{path.stat().st_ino}", "lock", f"lock {path}", "no process holds it")
+        for service in known
+        for path in serve.stale_locks(service)
+    ]
+
+
+def owners() -> set[int]:
+    """Users that have a process."""
+    found = set()
+    for pid in common.processes():
+        with suppress(OSError):
+            found.add((common.PROC / str(pid)).stat().st_uid)
     return found
 
 
@@ -175,7 +210,8 @@ def find() -> list[Leftover]:
         *held_ports(known),
         *lost_processes(users),
         *lost_shm(users, time.time()),
-        *lost_sysv(users),
+        *lost_sysv(users, owners()),
+        *lost_locks(known),
     ]
     return list({item.id: item for item in reversed(found)}.values())[::-1]
 
@@ -208,13 +244,14 @@ def end_process(pid: int, ticks: str) -> str:
 
 def remove(item: Leftover) -> str:
     """Remove one thing that was just found; why it is still there, or the empty string."""
-    kind, name, mark = item.id.split(":", 2) if item.kind != "shm" else ("shm", *item.id[4:].rsplit(":", 1))
-    if kind == "process":
+    name, mark = item.id.partition(":")[2].rsplit(":", 1)
+    if item.kind == "process":
         return end_process(int(name), mark)
-    if kind == "sysv":
-        code, _, err = common.run(["ipcrm", "-m", name])
+    if item.kind in SYSV_KINDS:
+        code, _, err = common.run(["ipcrm", SYSV_KINDS[item.kind][1], name])
         return "" if code == 0 else err.strip()
     try:
+        # A lock's name is a whole path.
         (SHM / name).unlink(missing_ok=True)
     except OSError as error:
         return str(error.strerror)

@@ -34,6 +34,9 @@ GPU_WAIT_S = 30.0
 
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 
+BUILD_LOCKS = ".cache/torch_extensions/*/*/lock"
+"""In a cache folder, which is the server's HOME: what torch.utils.cpp_extension takes while it builds."""
+
 CACHE_ROOM_BYTES = 64 * 1024 * 1024
 
 PORT_WAIT_S = 10.0
@@ -198,6 +201,25 @@ def sweep_shm(service: Mapping[str, Any], folder: Path = Path("/dev/shm")) -> li
     return swept
 
 
+def stale_locks(service: Mapping[str, Any]) -> list[Path]:
+    """Locks of builds at run time (torch's extensions) in the service's caches that no process holds.
+
+    Such a lock is a file that is there while its builder has it open. One that was killed leaves it, and every start
+    after that waits for it for ever.
+    """
+    folders = [Path(path) for path in service.get("writable") or []]
+    found = [path for folder in folders for path in sorted(folder.glob(BUILD_LOCKS)) if path.is_file()]
+    return [path for path in found if not open_by(path)]
+
+
+def sweep_locks(service: Mapping[str, Any]) -> list[str]:
+    """Remove locks that killed builds have left; their paths."""
+    swept = stale_locks(service)
+    for path in swept:
+        path.unlink(missing_ok=True)
+    return [str(path) for path in swept]
+
+
 def open_by(path: Path) -> list[int]:
     """Processes that have `path` open or mapped."""
     found = []
@@ -262,6 +284,9 @@ def check(name: str) -> int:
     swept = sweep_shm(service)
     if swept:
         say(f"swept shared memory that an earlier run left: {', '.join(swept)}")
+    unlocked = sweep_locks(service)
+    if unlocked:
+        say(f"removed locks that a killed build left: {', '.join(unlocked)}")
     common.write_json(
         started_file(service["unit"]),
         {

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bringup.node import common, leftovers, trail, watch
+from bringup.node import common, leftovers, serve, trail, watch
 
 USER = {os.getuid(): "someone"}
 
@@ -94,12 +94,47 @@ def test_shared_memory_counts_only_when_old_and_unused(
 
 
 def test_system_v_segments_without_a_process_are_found(tmp_path: Path) -> None:
-    table = tmp_path / "shm"
     head = "key shmid perms size cpid lpid nattch uid gid cuid cgid atime dtime ctime rss swap\n"
-    table.write_text(
+    (tmp_path / "shm").write_text(
         head + "0 7 600 4096 1 1 0 990 990 990 990 0 0 0 0 0\n0 8 600 4096 1 1 2 990 990 990 990 0 0 0 0 0\n"
     )
-    assert [item.id for item in leftovers.lost_sysv({990: "bringup-words"}, table)] == ["sysv:7:4096"]
+    found = leftovers.lost_sysv({990: "bringup-words"}, [], tmp_path)
+    assert [item.id for item in found] == ["sysv:7:4096"]
+
+
+def test_system_v_semaphores_and_queues_go_when_their_user_has_no_process_left() -> None:
+    made = [
+        subprocess.run(["ipcmk", *words], check=True, capture_output=True, text=True).stdout.split()[-1]
+        for words in (["--semaphore", "3"], ["--queue"])
+    ]
+    ids = {f"semaphores:{made[0]}:3", f"messages:{made[1]}:0"}
+
+    def found(running: set[int]) -> dict[str, leftovers.Leftover]:
+        return {item.id: item for item in leftovers.lost_sysv(USER, running) if item.id in ids}
+
+    assert found({os.getuid()}) == {}
+    for item in found(set()).values():
+        assert leftovers.remove(item) == ""
+        ids.remove(item.id)
+    assert not ids
+
+
+def test_a_lock_that_a_killed_build_left_is_found_and_one_that_is_held_is_not(tmp_path: Path) -> None:
+    for name in ("left", "held"):
+        (tmp_path / ".cache/torch_extensions/py312_cu128" / name).mkdir(parents=True)
+        (tmp_path / ".cache/torch_extensions/py312_cu128" / name / "lock").touch()
+    other = tmp_path / ".cache/torch_extensions/py312_cu128/left/build.ninja"
+    other.touch()
+    lock = other.with_name("lock")
+    service = {"writable": [str(tmp_path)]}
+    with (tmp_path / ".cache/torch_extensions/py312_cu128/held/lock").open():
+        (found,) = leftovers.lost_locks([service])
+        assert found.what == f"lock {lock}"
+        assert leftovers.remove(found) == ""
+        assert (lock.exists(), other.exists()) == (False, True)
+        lock.touch()
+        assert serve.sweep_locks(service) == [str(lock)]
+        assert serve.sweep_locks(service) == []
 
 
 @pytest.mark.parametrize(
