@@ -14,9 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import contents, download, fetch, files, relay, store
+
+if TYPE_CHECKING:
+    from .undo import Journal
 
 PROGRAM = Path("/opt/bringup/lib/relay")
 SPECS = Path("/run/bringup/relay")
@@ -58,6 +61,12 @@ def spec_of(model: Mapping[str, Any], chain: Chain, until: float = float("inf"))
 
 def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+def remember(model: store.Model, journal: Journal) -> None:
+    """Keeps in a role's journal that the relay's program and unit come."""
+    journal.remember_trees([PROGRAM])
+    journal.remember_unit(f"{unit_of(model.name)}.service", "", False)
 
 
 def start(model: Mapping[str, Any], chain: Chain, until: float = float("inf")) -> None:

@@ -35,6 +35,7 @@ class Entry:
     are there.
 
     state file: `content`; link: `target`; directory; absent (a file or link goes, a folder only when empty).
+    `whole`: whatever will be in a folder is ours, so an undo removes it with that.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Entry:
     validate: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     secret: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Entry:
@@ -282,7 +284,9 @@ def apply(data: Sequence[Mapping[str, Any]], check_only: bool = False, undo: str
     if not check_only:
         _room([entry for entry in changing if entry.state == "file"])
         if undo:
-            Journal(undo).remember_paths(entry.path for entry in changing)
+            # All of them: one that another role has brought already is this role's as well.
+            Journal(undo).remember_trees(entry.path for entry in entries if entry.whole)
+            Journal(undo).remember_paths(entry.path for entry in entries)
         for entry in changing:
             put(entry)
     return {

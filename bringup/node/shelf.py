@@ -82,6 +82,12 @@ def shelf(root: Path, planned: Sequence[str], proc: Path, units: Path) -> list[d
     return [rows[folder] for folder in folders]
 
 
+def used_by(folder: Path, proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")) -> list[str]:
+    """Who uses one model's folder: services that name it and processes that have it open."""
+    pids = users({folder: _files_of(folder)}, proc).get(folder, [])
+    return [*units_of(folder, units), *(f"process {pid}" for pid in pids)]
+
+
 Inode = tuple[int, int]
 """Device and number: what a file is, whatever it is called and from where it is looked at."""
 

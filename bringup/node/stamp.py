@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .files import read_text, write_atomic
+from .undo import Journal
 
 SCHEMA_VERSION = 1
+ROLE = "run_stamp"
 STAMP = re.compile(r"\d{8}T\d{6}Z-.*\.json")
 
 
@@ -44,15 +46,20 @@ def ensure(
     keep: int,
     check_only: bool = False,
     now: float | None = None,
+    records: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Writes both. Returns `changed` (of the plan only), `before` and `after` texts, and the stamp's path.
 
-    `run`: `id`, `by`, `commit`, `controller`, `plan` (digest); what is "" stays so.
+    `run`: `id`, `by`, `commit`, `controller`, `plan` (digest); what is "" stays so. `records`: folders that hold
+    nothing but what runs leave on a node, `runs` beside them, which an undo removes.
     """
     before, after = read_text(plan_file), plan_text(summary)
     answer = {"changed": before != after, "before": before, "after": after, "stamp": ""}
     if check_only:
         return answer
+    journal = Journal(ROLE)
+    journal.remember_paths([plan_file])
+    journal.remember_trees([runs, *records], ours=True)
     if before != after:
         write_atomic(plan_file, after)
     at = time.time() if now is None else now

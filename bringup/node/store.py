@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from . import contents, download
 from . import fetch as fetch_program
 from .files import locked, read_text, sweep, sync_folder, write_atomic
+
+if TYPE_CHECKING:
+    from .undo import Journal
 
 SCHEMA_VERSION = 1
 OURS = ".bringup"
@@ -516,6 +519,12 @@ def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str,
     if failed:
         raise StoreFailed(f"model {model.name} could not be fetched: " + " | ".join(failed))
     return came
+
+
+def remember(model: Model, journal: Journal) -> None:
+    """Keeps in a role's journal what is about to come, so that an undo takes that away and no more."""
+    names = [model.folder / file.path for file in model.files]
+    journal.remember_content(model.folder, [*names, *map(download.partial_of, names)], [model.folder / OURS])
 
 
 # --- all together -------------------------------------------------------------------------------------------

@@ -2,19 +2,22 @@
 
 One journal a role, `/var/lib/bringup/undo/ROLE.json` (root, 0600: it may hold the text of files). What is in
 it was written to the disk before the change that it is about, so a run that is killed can be undone as well.
-The first memory of a thing stays: it is what the node had before the role ever came.
+The first memory of a thing stays: it is what the node had before the role ever came. Where two roles bring the
+same thing, both remember what was there before the first of them, and it goes with the last.
 """
 
 from __future__ import annotations
 
 import base64
+import grp
 import json
 import os
+import pwd
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,10 @@ from .inuse import users
 FOLDER = Path("/var/lib/bringup/undo")
 UNIT_LINKS = Path("/etc/systemd/system")
 SCHEMA_VERSION = 1
+NOTHING: Mapping[str, Any] = {"kind": ""}
+"""How a journal says that a path was not there."""
+
+NAMES_SHOWN = 4
 
 COMMAND_LIMIT_S = 1200
 """Seconds that one command may take: building kernel modules again after a package is the longest."""
@@ -86,6 +93,10 @@ class Journal:
             "role": role,
             "paths": {},
             "trees": [],
+            "guarded": [],
+            "found": [],
+            "users": [],
+            "groups": [],
             "sizes": {},
             "values": {},
             "units": {},
@@ -95,8 +106,23 @@ class Journal:
             "held": [],
             "after": [],
         }
+        self.kept: list[str] = []
+        """What `restore` left in its place and why, one line a thing."""
         with suppress(OSError, ValueError):
             self.data.update(json.loads(self.file.read_text(encoding="utf-8")))
+
+    def others(self) -> list[dict[str, Any]]:
+        """What the other roles' journals on this node hold."""
+        found = []
+        for file in sorted(self.file.parent.glob("*.json")):
+            if file != self.file:
+                with suppress(OSError, ValueError):
+                    found.append(json.loads(file.read_text(encoding="utf-8")))
+        return found
+
+    def _shared(self, name: str) -> set[str]:
+        """The names under `name` that another role has brought as well: they go with that one."""
+        return {text for row in self.others() for text in row.get(name, ())}
 
     def save(self) -> None:
         """To the disk, readable by root only."""
@@ -109,30 +135,62 @@ class Journal:
     def is_empty(self) -> bool:
         """Has the role changed nothing?"""
         packages = self.data["packages"]
-        kept = [self.data[name] for name in ("paths", "trees", "sizes", "values", "units", "holds")]
+        names = ("paths", "trees", "found", "users", "groups", "sizes", "values", "units", "holds")
         begun = self.data["installing"] is not None
-        return not any([*kept, begun, packages["added"], packages["replaced"]])
+        return not any([*map(self.data.get, names), begun, packages["added"], packages["replaced"]])
 
     def remember_paths(self, paths: Iterable[Path]) -> None:
         """Files, folders and links as they are now, and which folders above them are not there."""
-        fresh = [
-            path
-            for path in dict.fromkeys(above for given in paths for above in (given, *_missing_parents(given)))
-            if str(path) not in self.data["paths"]
-        ]
-        for path in fresh:
-            self.data["paths"][str(path)] = look(path)
-        if fresh:
-            self.save()
+        fresh = [path for path in dict.fromkeys(paths) if str(path) not in self.data["paths"]]
+        if not fresh:
+            return
+        known = {text: was for row in self.others() for text, was in row["paths"].items()}
+        for given in fresh:
+            for path in (given, *(above for above in given.parents if _is_made(above, known))):
+                self.data["paths"].setdefault(str(path), known.get(str(path)) or look(path))
+        self.save()
 
-    def remember_trees(self, trees: Iterable[Path]) -> None:
+    def remember_trees(self, trees: Iterable[Path], ours: bool = False) -> None:
         """Folders that are about to be made and filled: an undo removes each whole. One that is there already
-        is somebody else's, and stays."""
-        fresh = [tree for tree in trees if str(tree) not in self.data["trees"] and not os.path.lexists(tree)]
+        is somebody else's, and stays, unless another role has made it or it is `ours` by its name.
+        """
+        fresh = [tree for tree in trees if str(tree) not in self.data["trees"]]
+        shared = self._shared("trees") if fresh else set()
         for tree in fresh:
-            self.remember_paths(_missing_parents(tree))
-            self.data["trees"].append(str(tree))
-        if fresh:
+            if ours or str(tree) in shared or not os.path.lexists(tree):
+                self.remember_paths(_missing_parents(tree))
+                self.data["trees"].append(str(tree))
+                self.save()
+
+    def remember_content(self, folder: Path, files: Iterable[Path], trees: Iterable[Path] = ()) -> None:
+        """A folder whose content is precious, and what a role is about to bring into it: an undo removes no
+        more than that, and nothing as long as something uses the folder.
+        """
+        files = list(files)
+        lists = {name: list(self.data[name]) for name in ("guarded", "found")}
+        known = {text: was for row in (self.data, *self.others()) for text, was in row["paths"].items()}
+        there = [path for path in files if os.path.lexists(path) and known.get(str(path)) != NOTHING]
+        self._append("found" if there else "guarded", str(folder))
+        if len(there) < len(files):
+            self._append("guarded", str(folder))
+        if lists != {name: self.data[name] for name in lists}:
+            self.save()
+        self.remember_paths(path for path in files if path not in there)
+        self.remember_trees(trees)
+
+    def _append(self, name: str, text: str) -> None:
+        if text not in self.data[name]:
+            self.data[name].append(text)
+
+    def remember_accounts(self, names: Iterable[str]) -> None:
+        """Users that are about to be made, each with a group of its name; one that is there stays."""
+        names = list(names)
+        before = {name: list(self.data[name]) for name in ("users", "groups")}
+        for kind, is_there in (("users", is_user), ("groups", is_group)):
+            fresh = [name for name in names if name not in self.data[kind]]
+            shared = self._shared(kind) if fresh else set()
+            self.data[kind] += [name for name in fresh if name in shared or not is_there(name)]
+        if before != {name: self.data[name] for name in before}:
             self.save()
 
     def remember_size(self, mount: Path) -> None:
@@ -194,18 +252,27 @@ class Journal:
 
     # --- back ---------------------------------------------------------------------------------------------
 
-    def restore(self, check_only: bool = False) -> list[str]:
-        """Brings everything back and forgets it; what was done, one line a thing. Raises UndoFailed."""
+    def restore(
+        self, check_only: bool = False, used_by: Callable[[Path], Sequence[str]] = lambda folder: ()
+    ) -> list[str]:
+        """Brings everything back and forgets it; what was done, one line a thing. Raises UndoFailed.
+
+        `used_by`: who uses a folder whose content is precious (`remember_content`); it stays then, is named in
+        `kept`, and the journal goes on to know it.
+        """
         if self.is_empty():
             return []
-        self._refuse_in_use()
         done: list[str] = []
         failed: list[str] = []
+        self._refuse_in_use(done, check_only)
         self._units_off(done, failed, check_only)
         self._packages_back(done, failed, check_only)
+        used: list[Path] = []
         if not failed:
-            self._trees_off(done, failed, check_only)
-            self._paths_back(done, failed, check_only)
+            used = self._used(done, used_by, check_only)
+            self._trees_off(done, failed, used, check_only)
+            self._paths_back(done, failed, used, check_only)
+            self._accounts_off(done, failed, check_only)
             self._sizes_back(done, failed, check_only)
             self._values_back(done, failed, check_only)
             self._units_back(done, failed, check_only)
@@ -214,21 +281,52 @@ class Journal:
         if not check_only:
             for command in self.data["after"]:
                 run(command)
-            self.file.unlink(missing_ok=True)
-            for folder in (self.file.parent, self.file.parent.parent):
-                with suppress(OSError):
-                    folder.rmdir()
+            self._forget(used)
         return done
 
-    def _refuse_in_use(self) -> None:
+    def _forget(self, used: Sequence[Path]) -> None:
+        """Ends the journal, but for folders that stay because something uses them."""
+        left = {name: self.data[name] for name in ("paths", "trees", "guarded")}
+        self.file.unlink(missing_ok=True)
+        if used:
+            journal = Journal(str(self.data["role"]), self.file.parent)
+            near = {
+                text
+                for text in left["paths"]
+                if _is_below(text, used) or any(Path(text) in folder.parents for folder in used)
+            }
+            journal.data["paths"] = {text: left["paths"][text] for text in sorted(near)}
+            journal.data["trees"] = [text for text in left["trees"] if _is_below(text, used)]
+            journal.data["guarded"] = list(map(str, used))
+            journal.save()
+        for folder in (self.file.parent, self.file.parent.parent):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _refuse_in_use(self, done: list[str], check: bool) -> None:
         running = users([Path(tree) for tree in self.data["trees"]])
         rows = [f"processes {', '.join(map(str, pids))} run from {tree}" for tree, pids in running.items()]
-        if rows:
+        if rows and not check:
             raise UndoFailed(f"{'; '.join(rows)}. Stop their service, then run this again.")
+        # A rehearsal of several roles' undo has stopped nothing yet.
+        done += [f"refuse as long as {row}" for row in rows]
 
-    def _trees_off(self, done: list[str], failed: list[str], check: bool) -> None:
+    def _used(self, done: list[str], used_by: Callable[[Path], Sequence[str]], check: bool) -> list[Path]:
+        self.kept += [f"{text}: files that were there before" for text in self.data["found"]]
+        used = []
+        for folder in map(Path, self.data["guarded"]):
+            who = ", ".join(used_by(folder)) if folder.is_dir() else ""
+            if who and not check:
+                used.append(folder)
+                self.kept.append(f"{folder}: {who} uses it. Once nothing does, run this again")
+            elif who:
+                done.append(f"keep {folder} if {who} still uses it then")
+        return used
+
+    def _trees_off(self, done: list[str], failed: list[str], used: Sequence[Path], check: bool) -> None:
+        shared = self._shared("trees")
         for text in self.data["trees"]:
-            if not Path(text).is_dir():
+            if not Path(text).is_dir() or text in shared or _is_below(text, used):
                 continue
             done.append(f"remove {text} and all in it")
             try:
@@ -236,6 +334,27 @@ class Journal:
                     remove_tree(Path(text))
             except OSError as error:
                 failed.append(f"{text}: {error}")
+
+    def _accounts_off(self, done: list[str], failed: list[str], check: bool) -> None:
+        gone = {
+            kind: [name for name in self.data[kind] if is_there(name) and name not in self._shared(kind)]
+            for kind, is_there in (("users", is_user), ("groups", is_group))
+        }
+        done += [f"remove user {name}" for name in gone["users"]]
+        done += [f"remove group {name}" for name in gone["groups"]]
+        if check:
+            return
+        left = [Path(text) for text, was in self.data["paths"].items() if was == NOTHING]
+        uids = {pwd.getpwnam(name).pw_uid for name in gone["users"]}
+        gids = {grp.getgrnam(name).gr_gid for name in gone["groups"]}
+        hand_over([path for path in left if path.is_dir()], uids, gids)
+        for command, name in (
+            *(("userdel", name) for name in gone["users"]),
+            *(("groupdel", name) for name in gone["groups"]),
+        ):
+            # userdel takes a group of the user's own along.
+            if command == "userdel" or is_group(name):
+                self._said([command, name], failed)
 
     def _sizes_back(self, done: list[str], failed: list[str], check: bool) -> None:
         for mount, size in self.data["sizes"].items():
@@ -304,18 +423,29 @@ class Journal:
         if code != 0:
             failed.append(f"{' '.join(words)}: {said[-600:]}")
 
-    def _paths_back(self, done: list[str], failed: list[str], check: bool) -> None:
+    def _paths_back(self, done: list[str], failed: list[str], used: Sequence[Path], check: bool) -> None:
+        shared, gone = self._shared("paths"), set(self.data["trees"]) - self._shared("trees")
         # Deepest first, so that a folder is empty when its turn comes.
         for text in sorted(self.data["paths"], key=lambda name: (-name.count("/"), name)):
             path, before = Path(text), self.data["paths"][text]
-            if look(path) == before:
+            if text in shared or _is_below(text, used) or look(path) == before:
                 continue
+            if before == NOTHING and (left := _holds(path, gone)):
+                self._say_kept(path, left)
+                continue
+            gone |= {text} if before == NOTHING else set()
             done.append(f"restore {text}" if before["kind"] else f"remove {text}")
             try:
                 if not check:
                     put_back(path, before)
             except OSError as error:
                 failed.append(f"{text}: {error.strerror}")
+
+    def _say_kept(self, folder: Path, left: Sequence[str]) -> None:
+        """A folder that holds what an undo does not touch; one above it is not named again."""
+        if not any(line.startswith((f"{folder}/", f"{folder}:")) for line in self.kept):
+            more = f" and {len(left) - NAMES_SHOWN} more" if len(left) > NAMES_SHOWN else ""
+            self.kept.append(f"{folder}: holds {', '.join(left[:NAMES_SHOWN])}{more}")
 
     def _values_back(self, done: list[str], failed: list[str], check: bool) -> None:
         for text, before in self.data["values"].items():
@@ -351,8 +481,54 @@ def remove_tree(tree: Path) -> None:
     shutil.rmtree(tree)
 
 
+def _holds(path: Path, gone: set[str]) -> list[str]:
+    """What a folder holds beside what goes; nothing for what is no folder."""
+    if path.is_symlink() or not path.is_dir():
+        return []
+    return sorted(inner.name for inner in path.iterdir() if str(inner) not in gone)
+
+
+def hand_over(folders: Iterable[Path], uids: set[int], gids: set[int]) -> None:
+    """Gives what stays of users and groups that go to root: their numbers may soon be somebody else's."""
+    for folder in folders if uids or gids else ():
+        for path in (folder, *folder.rglob("*")):
+            status = path.lstat()
+            uid, gid = (0 if status.st_uid in uids else -1), (0 if status.st_gid in gids else -1)
+            if (uid, gid) != (-1, -1):
+                # Changing the owner takes the set-group-ID bit of a folder away.
+                os.chown(path, uid, gid, follow_symlinks=False)
+                if not path.is_symlink():
+                    path.chmod(stat.S_IMODE(status.st_mode))
+
+
+def is_user(name: str) -> bool:
+    """Is there a user of this name?"""
+    try:
+        return bool(pwd.getpwnam(name))
+    except KeyError:
+        return False
+
+
+def is_group(name: str) -> bool:
+    """Is there a group of this name?"""
+    try:
+        return bool(grp.getgrnam(name))
+    except KeyError:
+        return False
+
+
 def _missing_parents(path: Path) -> list[Path]:
-    return [folder for folder in path.parents if not folder.exists() and not folder.is_symlink()]
+    return [folder for folder in path.parents if _is_made(folder, {})]
+
+
+def _is_made(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Is a folder not there yet, or there only since another role came?"""
+    return known.get(str(folder)) == NOTHING or not (folder.exists() or folder.is_symlink())
+
+
+def _is_below(text: str, folders: Sequence[Path]) -> bool:
+    """Is a path one of the folders, or in one of them?"""
+    return any(text == str(folder) or text.startswith(f"{folder}/") for folder in folders)
 
 
 def look(path: Path) -> dict[str, Any]:

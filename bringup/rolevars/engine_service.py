@@ -37,16 +37,19 @@ def _common_files() -> list[dict[str, Any]]:
         entries.folder("/etc/bringup"),
         entries.folder(str(systemd.SERVICES)),
         entries.folder(str(systemd.STATE)),
-        entries.folder(str(systemd.STATE / "services")),
-        entries.folder(str(systemd.STATE / "starts")),
-        entries.folder(str(systemd.STATE / "crashes")),
+        *(
+            entries.folder(str(systemd.STATE / name), whole=True)
+            for name in ("services", "starts", "crashes")
+        ),
     ]
 
 
 def _files(service: Service, host: HostPlan) -> list[dict[str, Any]]:
-    own = {"owner": service.user, "group": service.user}
     return [
-        *(entries.folder(path, **own) for path in systemd.writable(service)),
+        *(
+            entries.folder(path, owner=service.user, group=service.user, whole=True)
+            for path in systemd.writable(service)
+        ),
         entries.file(str(systemd.SERVICES / f"{service.name}.env"), systemd.environment_text(service)),
         entries.file(str(systemd.SERVICES / f"{service.name}.json"), _json(description(service, host))),
         entries.unit(f"{service.unit}.service", systemd.unit_text(service, host), _log_units(service)),

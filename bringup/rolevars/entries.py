@@ -11,9 +11,12 @@ from bringup.planned import Service
 VERIFY = ["systemd-analyze", "verify", "--man=no", "%s"]
 
 
-def folder(path: str, owner: str = "root", group: str = "root", mode: str = "0755") -> dict[str, Any]:
-    """A folder."""
-    return {"path": path, "state": "directory", "owner": owner, "group": group, "mode": mode}
+def folder(
+    path: str, owner: str = "root", group: str = "root", mode: str = "0755", whole: bool = False
+) -> dict[str, Any]:
+    """A folder; `whole`: an undo removes it with all that programs have put into it."""
+    made = {"path": path, "state": "directory", "owner": owner, "group": group, "mode": mode}
+    return {**made, "whole": True} if whole else made
 
 
 def file(path: str, content: str, mode: str = "0644") -> dict[str, Any]:
@@ -43,7 +46,7 @@ def library(names: Iterable[str]) -> list[dict[str, Any]]:
         del program["content"]
     return [
         folder(str(base.parent)),
-        folder(str(base)),
+        folder(str(base), whole=True),
         folder(str(base / "bringup")),
         {"path": str(base / "bringup/node"), "state": "link", "target": ".."},
         *programs,

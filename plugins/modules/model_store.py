@@ -73,6 +73,10 @@ options:
     description: How long fetching may go on (the hours for downloads end then); 0 for no end.
     type: float
     default: 0
+  undo:
+    description: Role in whose journal it is kept what comes, for module C(node_undo).
+    type: str
+    default: ""
 author: bringup
 """
 
@@ -110,7 +114,7 @@ import time  # noqa: E402
 from typing import Any  # noqa: E402
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible.module_utils.bringup_node import chain, download, overlay, store  # noqa: E402
+from ansible.module_utils.bringup_node import chain, download, overlay, store, undo  # noqa: E402
 
 MIB = 1024 * 1024
 
@@ -128,15 +132,21 @@ def act(given: dict[str, Any], access: store.Access, check_only: bool) -> dict[s
         whole = overlay.Overlay.of(given["model"])
         if given["look"] or check_only:
             return {**overlay.look(whole, deep), **({"changed": False} if given["look"] else {})}
+        if given["undo"]:
+            undo.Journal(given["undo"]).remember_content(whole.folder, [], [whole.folder])
         return overlay.ensure(whole, deep)
     model = store.Model.of(given["model"])
     if given["look"]:
         return {**store.look(model, deep), "changed": False}
     if check_only:
         return store.look(model, deep)
+    if given["undo"]:
+        store.remember(model, undo.Journal(given["undo"]))
     if given["chain"]:
         row = given["chain"]
         place = chain.Chain(tuple(row["before"]), tuple(row["allowed"]), row["port"], access.limits.bytes_s)
+        if given["undo"]:
+            chain.remember(model, undo.Journal(given["undo"]))
         return chain.ensure(model, given["model"], place, access, deep, login_uid())
     return store.ensure(model, access, deep, login_uid())
 
@@ -163,6 +173,7 @@ def main() -> None:
             "client": {"type": "str", "default": ""},
             "rate_mib_s": {"type": "float", "default": 0},
             "seconds": {"type": "float", "default": 0},
+            "undo": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )

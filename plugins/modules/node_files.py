@@ -15,7 +15,8 @@ options:
     description:
       - One mapping a thing. C(path); C(state) is C(file), C(directory), C(link) or C(absent); C(content) of a file or
         C(program), the name of a file in C(bringup/node); C(target) of a link; C(owner), C(group), C(mode);
-        C(validate), a command in which %s is the new file; C(secret) keeps the content out of differences.
+        C(validate), a command in which %s is the new file; C(secret) keeps the content out of differences; C(whole),
+        for a folder that an undo removes with whatever is in it by then.
     type: list
     elements: dict
     required: true

@@ -43,7 +43,7 @@ stamp:
 from pathlib import Path  # noqa: E402 (documentation comes first)
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible.module_utils.bringup_node import stamp  # noqa: E402
+from ansible.module_utils.bringup_node import snapshot, stamp  # noqa: E402
 
 
 def main() -> None:
@@ -67,6 +67,7 @@ def main() -> None:
             given["run"],
             given["keep"],
             check_only=module.check_mode,
+            records=[snapshot.FOLDER],
         )
     except OSError as error:
         module.fail_json(msg=f"{error.filename}: {error.strerror}")
