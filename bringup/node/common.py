@@ -419,3 +419,19 @@ def gpu_holders(gpus: Iterable[int]) -> list[tuple[int, int]]:
         for parts in pairs
         if len(parts) == 2 and parts[1].strip().isdigit() and index.get(parts[0].strip(), -1) in wanted
     )
+
+
+def gpu_memory(gpus: Iterable[int], nodes: Path = Path("/sys/devices/system/node")) -> dict[int, int]:
+    """GPU index -> MiB in use, asked from nvidia-smi; empty without it, and where GPU memory is memory of the system
+    too (NUMA nodes without CPUs): there the kernel keeps its cache of files in it.
+    """
+    try:
+        both = [(nodes / name).read_text(encoding="ascii").strip() for name in ("has_memory", "has_cpu")]
+    except OSError:
+        both = ["", ""]
+    code, out, _ = run(["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"])
+    if code != 0 or both[0] != both[1]:
+        return {}
+    wanted, rows = set(gpus), [row.split(",") for row in out.splitlines()]
+    pairs = {int(row[0]): int(row[1]) for row in rows if len(row) == 2 and row[1].strip().isdigit()}
+    return {gpu: used for gpu, used in pairs.items() if gpu in wanted}

@@ -32,6 +32,9 @@ REFUSED = 78
 GPU_WAIT_S = 30.0
 """How long GPUs may take to be given back by processes that are just being killed."""
 
+GPU_IDLE_MIB = 2048
+"""So much memory a GPU may hold that nobody uses (driver, persistence)."""
+
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 
 BUILD_LOCKS = ".cache/torch_extensions/*/*/lock"
@@ -171,14 +174,25 @@ def check_gpus(
     service: Mapping[str, Any],
     wait_s: float = GPU_WAIT_S,
     look: Callable[[Iterable[int]], list[tuple[int, int]]] = common.gpu_holders,
+    memory: Callable[[Iterable[int]], dict[int, int]] = common.gpu_memory,
 ) -> None:
-    """No process computes on the service's GPUs; waits a little for ones that are just dying."""
+    """No process computes on the service's GPUs, and their memory is free; waits a little for ones that are just
+    dying.
+    """
     gpus = service.get("gpus") or []
     until = time.monotonic() + wait_s
     while gpus:
         held = look(gpus)
-        if not held:
+        used = {} if held else {gpu: mib for gpu, mib in memory(gpus).items() if mib > GPU_IDLE_MIB}
+        if not held and not used:
             return
+        if time.monotonic() >= until and used:
+            listed = ", ".join(f"GPU {gpu} ({mib} MiB)" for gpu, mib in sorted(used.items()))
+            raise Refusal(
+                "gpu-held",
+                f"memory is held on {listed}, and no process shows for it."
+                " Look for containers and dead workers (fuser -v /dev/nvidia*), else: invoke run reset-gpus",
+            )
         if time.monotonic() >= until:
             listed = ", ".join(sorted({str(gpu) for gpu, _ in held}))
             who = _named(pid for _, pid in held)

@@ -116,6 +116,30 @@ def test_held_gpus_are_refused_with_their_holders_and_given_a_moment_to_go() -> 
     assert next(looks, None) is None
 
 
+def test_memory_that_no_process_shows_for_is_refused_too() -> None:
+    left = {0: 4, 3: 71234}
+    with pytest.raises(Refusal, match=r"held on GPU 3 \(71234 MiB\), and no process .*reset-gpus") as refused:
+        serve.check_gpus({"gpus": [0, 3]}, 0.0, look=lambda gpus: [], memory=lambda gpus: left)
+    assert refused.value.name == "gpu-held"
+    looks = iter([left, {0: 4, 3: 4}])
+    serve.check_gpus({"gpus": [0, 3]}, 5.0, look=lambda gpus: [], memory=lambda gpus: next(looks))
+    assert next(looks, None) is None
+
+
+def test_gpu_memory_is_read_by_index_and_not_where_it_is_memory_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '0, 4\\n1, 71234\\n2, [N/A]\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, nodes in (("has_memory", "0-1"), ("has_cpu", "0-1")):
+        (tmp_path / name).write_text(f"{nodes}\n")
+    assert common.gpu_memory([1, 2], tmp_path) == {1: 71234}
+    (tmp_path / "has_memory").write_text("0-9\n")
+    assert common.gpu_memory([1, 2], tmp_path) == {}
+
+
 def test_gpu_holders_are_read_from_nvidia_smi_by_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
