@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from bringup import ROOT, windows
+from bringup import ROOT, calendars, windows
 from bringup.entries import Entry, build, read_yaml
 from bringup.errors import Problem, UsageError, unknown
 
@@ -524,7 +524,7 @@ class RestartWish(Entry):
     """Restarts that nobody asks for by hand; what is not given comes from the level above (see
     planned.Restart)."""
 
-    calendar: Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9*:,./~ +_-]*$")] | None = None
+    calendar: Annotated[str, AfterValidator(calendars.checked)] | None = None
     spread_s: Annotated[int, Field(ge=0)] | None = None
     postpone_s: Annotated[int, Field(ge=0)] | None = None
     drain_s: Annotated[int, Field(ge=0)] | None = None

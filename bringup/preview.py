@@ -163,8 +163,18 @@ def _facts(service: Service) -> Iterator[str]:
     restart = service.restart
     if restart.calendar:
         yield f"restarted {restart.calendar}, spread over {restart.spread_s} s, one host at a time"
+    signs = [name for name, ratio in asdict(restart.drift).items() if ratio and name.endswith("_ratio")]
+    if signs:
+        listed = ", ".join(f"{name} {getattr(restart.drift, name):g}" for name in signs)
+        yield f"restarted when it drifts for {restart.drift.for_s} s: {listed}"
+    if restart.hours or restart.never:
+        hours = f"in {', '.join(restart.hours)}" if restart.hours else "at any time"
+        never = f", never in {', '.join(restart.never)}" if restart.never else ""
+        yield f"so restarted only {hours}{never}"
     logs = service.logs
-    yield f"log cut at {logs.size_bytes // 1024**2} MiB or {logs.age_s // 3600} h, {logs.keep} kept"
+    where = "own journal" if logs.mode == "journal" else "log"
+    limit = f", at most {logs.lines_per_s} lines/s" if logs.lines_per_s else ""
+    yield f"{where} cut at {logs.size_bytes // 1024**2} MiB or {logs.age_s // 3600} h, {logs.keep} kept{limit}"
 
 
 def by_flag(argv: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
+from bringup import calendars
 from bringup.planned import HostPlan, LogRotation, Service
 
 PYTHON = "/usr/bin/python3"
@@ -92,10 +93,6 @@ GPU_DEVICES = (
 )
 """Device classes that an engine on GPUs needs (names in /proc/devices); ones that a node lacks do no harm."""
 
-_CALENDAR_WORDS = frozenset(
-    "minutely hourly daily weekly monthly yearly annually quarterly semiannually "
-    "mon tue wed thu fri sat sun".split()
-)
 _PLAIN = re.compile(r"^[A-Za-z0-9_@+=:,./-]+$")
 
 
@@ -432,21 +429,13 @@ def drift_path_text(service: Service) -> str:
     return _unit(("Unit", unit), ("Path", path), ("Install", ["WantedBy=multi-user.target"]))
 
 
-def calendar(expression: str) -> str:
-    """A calendar expression that names its zone: as it is, or in UTC when it names none."""
-    last = expression.split()[-1]
-    is_zone = bool(re.match(r"^[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+/-]+)?$", last))
-    named = is_zone and last.lower()[:3] not in _CALENDAR_WORDS and last.lower() not in _CALENDAR_WORDS
-    return expression if named else f"{expression} UTC"
-
-
 def restart_timer_text(service: Service) -> str:
     """When the server is restarted: the plan's calendar, spread so that each host has its own moment."""
     if service.restart.calendar is None:
         raise ValueError(f"{service.name} is not restarted on schedule")
     unit = [f"Description=Schedule for {value(restart_unit(service))}"]
     timer = [
-        f"OnCalendar={calendar(service.restart.calendar)}",
+        f"OnCalendar={calendars.with_zone(service.restart.calendar)}",
         f"RandomizedDelaySec={service.restart.spread_s}",
         "FixedRandomDelay=yes",
         "AccuracySec=1s",

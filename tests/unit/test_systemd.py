@@ -227,23 +227,6 @@ def test_the_environment_file_keeps_dollars_quotes_and_percent_signs() -> None:
     assert text == 'A="ü"\nB="100% \\$HOME \\"x\\" \\\\ \\`y\\`"\n'
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        ("*-*-* 04:00:00", "*-*-* 04:00:00 UTC"),
-        ("daily", "daily UTC"),
-        ("Mon,Thu", "Mon,Thu UTC"),
-        ("Mon 04:00", "Mon 04:00 UTC"),
-        ("Mon 04:00 Europe/Berlin", "Mon 04:00 Europe/Berlin"),
-        ("*-*-* 04:00 UTC", "*-*-* 04:00 UTC"),
-    ],
-)
-def test_a_calendar_without_a_zone_is_in_utc_and_systemd_takes_it(written: str, read: str) -> None:
-    assert systemd.calendar(written) == read
-    done = subprocess.run(["systemd-analyze", "calendar", read], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_all_failed_starts_fit_into_the_window_of_the_start_limit() -> None:
     one = service(start_timeout_s=1800)
     assert systemd.start_limit_s(one) > systemd.START_LIMIT_BURST * 2 * one.start_timeout_s
