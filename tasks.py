@@ -308,6 +308,49 @@ def cleanup(
     _end(report.show_run(record, as_json=json))
 
 
+@task(
+    positional=[],
+    iterable=["role"],
+    help={
+        "inventory": INVENTORY,
+        "limit": LIMIT,
+        "role": "only this role; can be repeated (without it: all, the last first)",
+        "while_serving": "`drain`: let requests end and stop servers that are up; else they are refused",
+        "check": "show what would be brought back and change nothing",
+        "yes": YES,
+        "outside_window": OUTSIDE,
+        "force_unlock": UNLOCK,
+        "json": JSON,
+    },
+)
+def undo(
+    c: Context,
+    inventory: str,
+    role: Sequence[str],
+    limit: str | None = None,
+    while_serving: str = "refuse",
+    check: bool = False,
+    yes: bool = False,
+    outside_window: str = "",
+    force_unlock: bool = False,
+    json: bool = False,
+) -> None:
+    """Bring nodes back to what they were before provisioning, or take back what single roles changed."""
+    from bringup import report, undoing
+
+    record = undoing.run(
+        inventory,
+        role,
+        limit=limit,
+        while_serving=while_serving,
+        check=check,
+        yes=yes,
+        force_unlock=force_unlock,
+        outside_window=outside_window,
+    )
+    _end(report.show_run(record, as_json=json))
+
+
 @task(positional=[], help={"inventory": INVENTORY, "limit": LIMIT})
 def ssh(c: Context, inventory: str, limit: str) -> None:
     """Open a shell on a node, as Ansible reaches it."""
@@ -836,6 +879,7 @@ ns = Collection(
     ask,
     restart,
     cleanup,
+    undo,
     ssh,
     execute,
     runbooks,

@@ -288,6 +288,12 @@ class Journal:
         """Ends the journal, but for folders that stay because something uses them."""
         left = {name: self.data[name] for name in ("paths", "trees", "guarded")}
         self.file.unlink(missing_ok=True)
+        # What it had left is there no more, so its evidence is none.
+        seals = self.file.parent.with_name("seals")
+        for folder in (seals / "claims", seals):
+            (folder / self.file.name).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
         if used:
             journal = Journal(str(self.data["role"]), self.file.parent)
             near = {
@@ -388,6 +394,9 @@ class Journal:
                 self._systemctl(["enable", name], done, failed, check)
             if before["active"] and not active:
                 self._systemctl(["start", name], done, failed, check)
+            if not before["state"] and not check:
+                # A unit that is no more is not to be listed as failed.
+                run(["systemctl", "reset-failed", name])
 
     def _packages_back(self, done: list[str], failed: list[str], check: bool) -> None:
         if self.data["installing"] is not None:

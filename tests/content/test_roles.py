@@ -170,3 +170,11 @@ def test_every_role_of_the_playbook_exists_and_has_its_name_as_tag() -> None:
     assert tuple(roles) == ROLES
     assert [name for name in roles if not (ROOT / "roles" / name).is_dir()] == []
     assert [name for name, tags in roles.items() if name not in tags] == []
+
+
+def test_every_role_that_changes_a_node_is_undone_the_last_one_first() -> None:
+    [play] = read(ROOT / "playbooks" / "undo.yml")
+    [block] = play["tasks"]
+    undone = [(task["ansible.builtin.import_role"], task["tags"]) for task in block["block"]]
+    assert [role["name"] for role, _ in undone] == [name for name in reversed(ROLES) if name != "preflight"]
+    assert all(role["tasks_from"] == "undo" and tags == [role["name"]] for role, tags in undone)

@@ -97,6 +97,17 @@ def test_a_runbook_holds_the_node_first_and_gives_it_back_whatever_happens(path:
         )
 
 
+def test_an_undo_holds_the_nodes_first_and_gives_them_back_whatever_happens() -> None:
+    [play] = yaml.safe_load((ROOT / "playbooks" / "undo.yml").read_text())
+    first, [block] = play["pre_tasks"][0], play["tasks"]
+    assert (first["name"], first["node_lock"]) == (HOLD, {"state": "held"})
+    assert (block["always"][-1]["name"], block["always"][-1]["node_lock"]["state"]) == (
+        events.GIVE_BACK,
+        "released",
+    )
+    assert all("always" in task["tags"] for task in (first, block["always"][-1]))
+
+
 def test_provisioning_holds_the_nodes_first_and_gives_them_back_last_and_where_they_fail() -> None:
     whole = yaml.safe_load((ROOT / "playbooks" / "provision.yml").read_text())
     first, last = whole[0]["pre_tasks"][0], whole[-1]["tasks"][0]["always"][-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +35,10 @@ SCENARIO_LIMIT_S = 2400
 """Seconds; a scenario of half a minute took 1204 on a machine with ten times more to do than it could."""
 
 LOG_TAIL_LINES = 60
+REHEARSED = [True, False, False, True]
+"""Plays of converge.yml in a scenario's test: is it check mode?"""
+
+LIED = 125
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ def environment(scenario: Scenario, image: str, engine: lab.Engine) -> dict[str,
         "BRINGUP_ROOT": str(ROOT),
         "BRINGUP_NODE": scenario.node,
         "BRINGUP_NODE_IMAGE": image,
+        "BRINGUP_REHEARSAL": str(rehearsal(scenario)),
         "MOLECULE_EPHEMERAL_DIRECTORY": str(state(scenario)),
         "ANSIBLE_CONFIG": "",
         "NO_COLOR": "1",
@@ -109,6 +116,41 @@ def environment(scenario: Scenario, image: str, engine: lab.Engine) -> dict[str,
 def state(scenario: Scenario) -> Path:
     """Where molecule keeps what it has made for a scenario."""
     return LOGS / "state" / scenario.node
+
+
+def rehearsal(scenario: Scenario) -> Path:
+    """Where tests/molecule/callback/rehearsal.py writes what each play of a scenario said."""
+    return LOGS / f"{scenario.node}.rehearsal.jsonl"
+
+
+def lies(lines: Sequence[str]) -> list[str]:
+    """What check mode said wrongly: on the fresh node against the first real play, and on the converged node.
+
+    `lines`: of the plays of converge.yml in their order; check, real, real, check.
+    """
+    plays = [json.loads(line) for line in lines]
+    if [play["check"] for play in plays] != REHEARSED:
+        return [f"plays of converge.yml: check mode {[play['check'] for play in plays]}, not {REHEARSED}"]
+    said, did, _, after = (changed(play["tasks"]) for play in plays)
+    found = [
+        f"fresh node, {host}, {task}: check mode says {said.get((host, task), 'nothing')}, "
+        f"it does {did.get((host, task), 'nothing')}"
+        for host, task in dict.fromkeys([*said, *did])
+        if said.get((host, task)) != did.get((host, task))
+    ]
+    return found + [
+        f"converged node, {host}, {task}: check mode says {row}" for (host, task), row in after.items()
+    ]
+
+
+def changed(tasks: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Any]]:
+    """By host and task, the results that changed something and what they changed."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for row in tasks:
+        if row["changed"]:
+            what = {name: row[name] for name in ("changed_paths", "done", "items") if name in row}
+            found.setdefault((row["host"], row["task"]), []).append(what)
+    return found
 
 
 def remove_nodes(engine: lab.Engine, scenario: Scenario) -> None:
@@ -126,6 +168,7 @@ def play(scenario: Scenario, command: Sequence[str], image: str, engine: lab.Eng
         remove_nodes(engine, scenario)
         # What a run that was broken off believes to be there is gone as well.
         shutil.rmtree(state(scenario), ignore_errors=True)
+        rehearsal(scenario).unlink(missing_ok=True)
     argv = [
         sys.executable,
         "-m",
@@ -157,6 +200,10 @@ def play(scenario: Scenario, command: Sequence[str], image: str, engine: lab.Eng
             process.wait()
     if command[0] == "test":
         remove_nodes(engine, scenario)
+    if command[0] == "test" and code == 0 and (found := lies(rehearsal(scenario).read_text().splitlines())):
+        code = LIED
+        with log.open("a") as out:
+            out.write("".join(f"{line}\n" for line in found))
     return Result(scenario, code, time.monotonic() - started, log)
 
 
@@ -177,7 +224,8 @@ def second_try(result: Result, image: str, engine: lab.Engine) -> Result:
 
 def ending(result: Result) -> str:
     """Why a scenario failed: the end of its log. Said last, where a reader of a long output looks."""
-    why = f"over its limit of {SCENARIO_LIMIT_S} s" if result.code == 124 else f"exit code {result.code}"
+    whys = {124: f"over its limit of {SCENARIO_LIMIT_S} s", LIED: "check mode did not say what happens"}
+    why = whys.get(result.code, f"exit code {result.code}")
     tail = result.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     head = f"FAILED {result.scenario.title} ({why}), the end of {result.log}:"
     return "\n".join([head, *(f"    {line}" for line in tail)])

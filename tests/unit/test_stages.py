@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,38 @@ def test_a_command_over_its_limit_fails_and_keeps_what_it_said() -> None:
 
 def test_a_command_keeps_its_exit_code() -> None:
     assert stages.run(stages.Command("three", ("python", "-c", "raise SystemExit(3)")), keep=True).code == 3
+
+
+def rehearsed(*plays: dict[str, bool]) -> list[str]:
+    """Lines of a scenario in which each play changed these tasks."""
+    return [
+        json.dumps(
+            {
+                "check": check,
+                "tasks": [
+                    {"host": "node", "task": task, "changed": changed} for task, changed in play.items()
+                ],
+            }
+        )
+        for check, play in zip(run.REHEARSED, plays, strict=True)
+    ]
+
+
+def test_check_mode_that_says_what_happens_is_no_lie() -> None:
+    assert run.lies(rehearsed({"a": True}, {"a": True}, {"a": False}, {"a": False})) == []
+
+
+@pytest.mark.parametrize(
+    ("plays", "said"),
+    [
+        (({"a": False}, {"a": True}, {}, {}), ["fresh node, node, a: check mode says nothing, it does [{}]"]),
+        (({"a": True}, {}, {}, {}), ["fresh node, node, a: check mode says [{}], it does nothing"]),
+        (({}, {}, {}, {"a": True}), ["converged node, node, a: check mode says [{}]"]),
+    ],
+)
+def test_a_lie_of_check_mode_is_found(plays: tuple[dict[str, bool], ...], said: list[str]) -> None:
+    assert run.lies(rehearsed(*plays)) == said
+
+
+def test_plays_that_are_missing_are_no_proof() -> None:
+    assert len(run.lies(rehearsed({}, {}, {}, {})[:3])) == 1

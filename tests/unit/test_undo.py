@@ -193,3 +193,77 @@ def test_what_cannot_be_brought_back_is_named_and_the_journal_stays(
     with pytest.raises(undo.UndoFailed, match="c is needed by d"):
         Journal("demo").restore()
     assert (tmp_path / "state/undo/demo.json").exists()
+
+
+def test_a_thing_of_two_roles_goes_with_the_last_of_them_whichever_that_is(node: Path) -> None:
+    before = tree(node)
+    shared = entries(node)[:2]
+    for first, last in (("one", "two"), ("two", "one")):
+        place.apply(shared, undo="one")
+        made = tree(node)
+        place.apply(shared, undo="two")
+        Journal(first).restore()
+        assert tree(node) == made
+        Journal(last).restore()
+        assert tree(node) == before
+
+
+def test_a_folder_that_is_ours_whole_goes_with_what_programs_put_there(node: Path) -> None:
+    before = tree(node)
+    place.apply([{**folder, "whole": True} for folder in folders(node)], undo="one")
+    place.apply([{**folder, "whole": True} for folder in folders(node)], undo="two")
+    (node / "state/cache").write_text("made by a program")
+    Journal("one").restore()
+    assert (node / "state/cache").exists()
+    Journal("two").restore()
+    assert tree(node) == before
+
+
+def folders(node: Path) -> list[dict[str, Any]]:
+    owner = {"owner": str(os.getuid()), "group": str(os.getgid())} if os.getuid() else {}
+    return [{"path": str(node / "state"), "state": "directory", "mode": "0755", **owner}]
+
+
+def test_of_a_folder_with_precious_content_only_what_was_brought_goes_and_nothing_while_it_is_used(
+    node: Path,
+) -> None:
+    shelf = node / "srv/model"
+    files = [shelf / "one.bin", shelf / "deep/two.bin"]
+    Journal("demo").remember_content(shelf, files, [shelf / ".ours"])
+    for path in (*files, shelf / ".ours/stamp", shelf / "adapter.bin"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("weights")
+    # A later run finds its own files, which makes them nobody else's.
+    Journal("demo").remember_content(shelf, files, [shelf / ".ours"])
+    used = Journal("demo")
+    assert used.restore(used_by=lambda folder: ["process 7"]) == []
+    assert used.kept == [f"{shelf}: process 7 uses it. Once nothing does, run this again"]
+    assert files[1].exists()
+    free = Journal("demo")
+    said = Journal("demo").restore(check_only=True)
+    assert free.restore() == said
+    assert free.kept == [f"{shelf}: holds adapter.bin"]
+    assert sorted(path.name for path in shelf.rglob("*")) == ["adapter.bin"]
+    assert Journal("demo").is_empty()
+
+
+def test_files_that_were_there_before_stay_and_are_named(node: Path) -> None:
+    before = tree(node)
+    journal = Journal("demo")
+    journal.remember_content(node / "etc", [node / "etc/settings.conf", node / "etc/new"])
+    (node / "etc/new").write_text("new")
+    done = Journal("demo")
+    assert done.restore() == [f"remove {node}/etc/new"]
+    assert done.kept == [f"{node}/etc: files that were there before"]
+    assert tree(node) == before
+
+
+def test_an_undo_takes_the_roles_seal_away_and_no_others(node: Path, tmp_path: Path) -> None:
+    seals = tmp_path / "state" / "seals"
+    place.apply(entries(node), undo="demo")
+    for name in ("demo", "other"):
+        (seals / "claims").mkdir(parents=True, exist_ok=True)
+        (seals / f"{name}.json").write_text("{}")
+        (seals / "claims" / f"{name}.json").write_text("{}")
+    Journal("demo").restore()
+    assert sorted(path.name for path in seals.rglob("*.json")) == ["other.json", "other.json"]
