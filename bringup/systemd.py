@@ -259,7 +259,8 @@ def unit_text(service: Service, host: HostPlan) -> str:
         "SystemCallFilter=@system-service",
         "SystemCallFilter=~@privileged",
         "SystemCallFilter=pidfd_getfd pidfd_open kcmp" if service.gpus else None,
-        *(f"ReadWritePaths={word(path)}" for path in writable(service)),
+        # One that is missing is refused by name before the start; without the dash systemd itself would fail, nameless.
+        *(f"ReadWritePaths={word(f'-{path}')}" for path in writable(service)),
     ]
     return _unit(
         ("Unit", unit), ("Service", [*run, *limits, *sandbox]), ("Install", ["WantedBy=multi-user.target"])

@@ -29,6 +29,8 @@ PROC = Path("/proc")
 RESPONSE_BYTES = 8 * 1024 * 1024
 COMMAND_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
+CLOCK_STEP_S = 1.0
+"""A process's start is only known to the kernel's clock tick, and records have milliseconds."""
 
 
 class Refusal(Exception):
@@ -134,6 +136,14 @@ def unit_state(unit: str, properties: Iterable[str]) -> dict[str, str]:
     _, out, _ = run(["systemctl", "show", unit, "--property", ",".join(names)])
     found = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
     return {name: found.get(name, "") for name in names}
+
+
+def why_not_started(unit: str, since: float) -> str:
+    """Why a start of `unit` (without its suffix) since then (seconds since 1970) came to nothing, as its check or its
+    gate has kept it; empty when neither has: what is kept may be of an earlier start.
+    """
+    kept = read_json(STARTS / f"{unit}.json")
+    return str(kept.get("why") or "") if seconds_of(str(kept.get("at"))) >= since - CLOCK_STEP_S else ""
 
 
 def journal_of(service: Mapping[str, Any]) -> list[str]:

@@ -274,11 +274,11 @@ def restart_unit(service: Mapping[str, Any]) -> None:
     unit = f"{service['unit']}.service"
     limit = 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + 4 * MARGIN_S
     common.run(["systemctl", "reset-failed", unit])
+    began = time.time()
     code, _, err = common.run(["systemctl", "restart", unit], timeout_s=limit)
     if code != 0:
-        kept = common.read_json(common.STARTS / f"{service['unit']}.json")
         said = [line for line in err.splitlines() if line.strip()] or [f"systemctl ended with {code}"]
-        raise NoAnswer(str(kept.get("why") or said[0]))
+        raise NoAnswer(common.why_not_started(str(service["unit"]), began) or said[0])
 
 
 def verify(service: Mapping[str, Any], key: str | None) -> dict[str, Any]:

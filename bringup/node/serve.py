@@ -32,6 +32,9 @@ REFUSED = 78
 GPU_WAIT_S = 30.0
 """How long GPUs may take to be given back by processes that are just being killed."""
 
+NODE_SHM = Path("/proc/1/root/dev/shm")
+"""The unit, its checks too, has a /dev/shm of its own; what was run by hand leaves its memory in the node's."""
+
 GPU_IDLE_MIB = 2048
 """So much memory a GPU may hold that nobody uses (driver, persistence)."""
 
@@ -200,8 +203,11 @@ def check_gpus(
         time.sleep(POLL_S)
 
 
-def sweep_shm(service: Mapping[str, Any], folder: Path = Path("/dev/shm")) -> list[str]:
-    """Remove what this service's user left in shared memory and no process has open; names of what went.
+def sweep_shm(
+    service: Mapping[str, Any], folder: Path = NODE_SHM, known_as: Path = Path("/dev/shm")
+) -> list[str]:
+    """Remove what this service's user left in the node's shared memory, and no process has open under the name that
+    it is `known_as`; names of what went.
 
     Only for a user that serves this one service: with a shared user the neighbour's memory would go too.
     """
@@ -209,7 +215,7 @@ def sweep_shm(service: Mapping[str, Any], folder: Path = Path("/dev/shm")) -> li
         return []
     swept = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.is_file() and path.lstat().st_uid == service["user_id"] and not open_by(path):
+        if path.is_file() and path.lstat().st_uid == service["user_id"] and not open_by(known_as / path.name):
             path.unlink(missing_ok=True)
             swept.append(path.name)
     return swept

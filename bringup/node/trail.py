@@ -124,8 +124,9 @@ def main(words: list[str]) -> int:
     if not words or len(words) > 2 or (len(words) == 2 and words[1] != "--show"):
         print("usage: trail.py NAME [--show]", file=sys.stderr)
         return 2
+    showing = len(words) == 2
     try:
-        if len(words) == 2:
+        if showing:
             return show(words[0])
         service = common.load(words[0])
         last = common.read_json(common.STARTS / f"{service['unit']}.json")
@@ -135,7 +136,9 @@ def main(words: list[str]) -> int:
         if not refused and crashed(service["unit"], os.environ):
             say(f"it ended by itself; the end of its log is kept in {keep(service, os.environ)}")
     except (Refusal, OSError) as error:
-        say(f"the crash could not be kept: {error}")
+        say(f"the crash cannot be {'shown' if showing else 'kept'}: {error}")
+        # A server that has ended must not fail once more for its log's sake.
+        return int(showing)
     return 0
 
 

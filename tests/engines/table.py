@@ -42,8 +42,11 @@ STALL_S = 6
 PROBES_S = 3 * (WATCH_S + PROBE_LIMIT_S) + 10
 HANG_S = STALL_S + PROBES_S
 HANG_BLIND_S = PREFILL_S + PROBES_S
-BLIND = "-blind"
-"""End of a way's name: the same stand-in, of whose metrics no count of batches is known."""
+BLIND = "hangs-after/blind", "long-prefill/blind"
+"""The same stand-ins, of whose metrics no count of batches is known."""
+
+CACHE = "/var/cache/bringup/words"
+LOCK = f"{CACHE}/.cache/torch_extensions/some/kernels/lock"
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,10 @@ def service(way: str, **changes: Any) -> Service:
         "--alias",
         "words",
         "--how",
-        way.removesuffix(BLIND),
+        way.partition("/")[0],
     ]
     names = {"running": "standin:running", "generation_tokens_total": "standin:tokens_total"}
-    steps = {} if way.endswith(BLIND) else {"steps_total": "standin:steps_total"}
+    steps = {} if way in BLIND else {"steps_total": "standin:steps_total"}
     return servers.service(
         argv=argv,
         start_timeout_s=START_LIMIT_S,
@@ -157,6 +160,7 @@ def service(way: str, **changes: Any) -> Service:
         metrics_names={**names, **steps},
         log_markers={"model": "model loaded"},
         environment={},
+        writable=(CACHE,),
         is_stand_in=True,
         **changes,
     )
@@ -224,6 +228,32 @@ def well(made: Node) -> str:
     """It serves."""
     up(made)
     return "serves" if made.answers() else "not answering"
+
+
+def swept(made: Node) -> str:
+    """What a run by hand and a killed build left is gone with the start, what is in use or another's is not."""
+    made.sh(
+        f"install -D -o bringup-words /dev/null {LOCK}; cd /dev/shm;"
+        " install -o bringup-words /dev/null by-hand; install -o bringup-words /dev/null in-use;"
+        " touch of-root; setsid tail -f /dev/shm/in-use > /dev/null 2>&1 & echo $! > /root/tail"
+    )
+    made.until(lambda: made.sh("readlink /proc/$(cat /root/tail)/fd/3 || true").endswith("in-use"), 10)
+    up(made)
+    left = made.sh(f"ls /dev/shm {LOCK} 2>/dev/null || true").split()
+    made.sh("kill $(cat /root/tail); rm /dev/shm/of-root /dev/shm/in-use")
+    return (
+        "both gone, serves"
+        if left == ["/dev/shm:", "in-use", "of-root"]
+        else f"not swept as it must be: {left}"
+    )
+
+
+def no_cache(made: Node) -> str:
+    """Refused by its name, not by systemd's."""
+    made.sh(f"mv {CACHE} /root/cache")
+    seen = fails(made, f"{CACHE}: No such file")
+    made.sh(f"systemctl stop bringup-words; mv /root/cache {CACHE}")
+    return seen
 
 
 def slow_start(made: Node) -> str:
@@ -305,6 +335,8 @@ def floods(made: Node) -> str:
 
 CASES: Mapping[str, tuple[str, float, Callable[[Node], str]]] = {
     "well": ("serves", 15, well),
+    "well/after-a-crash": ("what a run by hand and a killed build left is swept", 20, swept),
+    "well/no-cache": ("refused by name", 15, no_cache),
     "slow-start": ("active only with a token", 25, slow_start),
     "wrong-name": ("refused, both names said", 30, lambda made: fails(made, "it serves another, not words")),
     "lies": (
@@ -317,13 +349,13 @@ CASES: Mapping[str, tuple[str, float, Callable[[Node], str]]] = {
     "leaks-shm": ("started again, child and memory gone", 30, leaks),
     "ignores-term": ("stopped after the stop limit", 25, ignores_term),
     "hangs-after": ("found by the watchdog while others wait, started again", HANG_S + 30, hangs),
-    "hangs-after-blind": (
+    "hangs-after/blind": (
         "the same, though no metric moves within a prefill",
         HANG_BLIND_S + 30,
         lambda made: hangs(made, HANG_BLIND_S),
     ),
     "long-prefill": ("left alone, though longer than a stall", 45, long_prefill),
-    "long-prefill-blind": ("left alone", 45, long_prefill),
+    "long-prefill/blind": ("left alone", 45, long_prefill),
     "floods": ("no line lost or doubled, serves", 45, floods),
 }
 

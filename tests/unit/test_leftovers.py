@@ -288,3 +288,13 @@ def test_what_is_found_is_one_json_object(
         "failed": {},
         "missing": ["process:1:1"],
     }
+
+
+def test_a_crash_that_cannot_be_shown_is_a_failure_and_one_that_cannot_be_kept_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "SERVICES", tmp_path)
+    assert trail.main(["nobody", "--show"]) == 1
+    assert "cannot be shown: no service nobody on this node" in capsys.readouterr().err
+    assert trail.main(["nobody"]) == 0
+    assert "cannot be kept: no service nobody on this node" in capsys.readouterr().err

@@ -160,10 +160,25 @@ def test_only_shared_memory_that_nobody_uses_is_swept(tmp_path: Path) -> None:
     (tmp_path / "left").write_text("x")
     with (tmp_path / "used").open("w") as used:
         used.write("x")
-        assert serve.sweep_shm({"user_id": user, "own_user": True}, tmp_path) == ["left"]
+        assert serve.sweep_shm({"user_id": user, "own_user": True}, tmp_path, tmp_path) == ["left"]
     assert (tmp_path / "used").exists()
     assert serve.sweep_shm({"user_id": user, "own_user": False}, tmp_path) == []
     assert serve.sweep_shm({"user_id": user + 1, "own_user": True}, tmp_path) == []
+
+
+def test_the_units_own_shared_memory_is_not_the_nodes() -> None:
+    assert serve.sweep_shm.__defaults__ == (Path("/proc/1/root/dev/shm"), Path("/dev/shm"))
+
+
+def test_what_an_earlier_start_said_is_no_reason_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "STARTS", tmp_path)
+    began = common.seconds_of("2026-11-30T07:00:00.500Z")
+    for at, why in (("2026-11-30T06:59:00.000Z", ""), ("2026-11-30T07:00:00.400Z", "port 8000 is taken")):
+        common.write_json(tmp_path / "bringup-words.json", {"why": "port 8000 is taken", "at": at})
+        assert common.why_not_started("bringup-words", began) == why
+    assert common.why_not_started("bringup-other", began) == ""
 
 
 def test_a_server_is_due_when_one_of_its_files_is_another(
