@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import email.utils
 import hashlib
-import http.client
 import os
-import ssl
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import http.client
 
 CHUNK_BYTES = 1024 * 1024
 STALL_LIMIT_S = 30
@@ -97,7 +95,7 @@ class Wanted:
 Progress = Callable[[int], None]
 
 
-class _Retry(Exception):
+class Retry(Exception):
     """This attempt is over; another may help, after `wait_s` when the server said how long."""
 
     def __init__(self, why: str, wait_s: float | None = None, cause: str = "unreachable") -> None:
@@ -131,7 +129,7 @@ def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None
             _attempt(wanted, partial, digest, have, limits, progress)
             _accept(wanted, partial, digest)
             return
-        except _Retry as retry:
+        except Retry as retry:
             got = partial.stat().st_size if partial.exists() else 0
             wrong += retry.cause == "wrong_bytes"
             reasons[str(retry)] = None
@@ -141,13 +139,13 @@ def fetch(wanted: Wanted, limits: Limits, progress: Progress = lambda done: None
             fruitless = 0 if got - best > least else fruitless + 1
             if fruitless >= limits.tries or wrong > 1:
                 text = ", then ".join(list(reasons)[-REASONS_SHOWN:])
-                raise DownloadFailed(f"{_brief(wanted.address)}: {text}", retry.cause) from None
+                raise DownloadFailed(f"{brief(wanted.address)}: {text}", retry.cause) from None
             time.sleep(_wait(retry, fruitless, limits))
         except OSError as error:
             raise DownloadFailed(f"{partial}: {error.strerror or error}", "disk") from None
 
 
-def _wait(retry: _Retry, fruitless: int, limits: Limits) -> float:
+def _wait(retry: Retry, fruitless: int, limits: Limits) -> float:
     if retry.wait_s is not None:
         return retry.wait_s
     return min(limits.back_off_s * float(2 ** max(fruitless - 1, 0)), limits.back_off_longest_s)
@@ -172,81 +170,29 @@ def _resume(partial: Path, size: int) -> tuple[Hash, int]:
 def _attempt(
     wanted: Wanted, partial: Path, digest: Hash, have: int, limits: Limits, progress: Progress
 ) -> None:
-    """One connection, from byte `have` to the end. Raises _Retry or DownloadFailed."""
+    """One connection, from byte `have` to the end. Raises Retry or DownloadFailed."""
     if have == wanted.size:
         return
     headers = {"User-Agent": "bringup", "Accept-Encoding": "identity", **wanted.headers}
     if have:
         headers["Range"] = f"bytes={have}-"
-    request = urllib.request.Request(wanted.address, headers=headers)
-    try:
-        with _open(request, limits.stall_s) as answer:
-            if have and answer.status != 206:
-                partial.unlink()
-                raise _Retry("the server cannot resume, so the file is started anew", 0)
-            _check_length(answer, wanted, have)
-            _stream(answer, wanted, partial, digest, have, limits, progress)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise _status(error, wanted, limits) from None
-    except TimeoutError:
-        raise _Retry(f"no byte for {limits.stall_s:g} s") from None
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise _Retry(f"connection failed: {reason or type(error).__name__}") from None
+    # Not at the top: TLS and the library of mail headers come with it, and a relay, which never comes here, would
+    # load them at its start.
+    from . import web
 
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """A token goes to the host that it is for, and not on to the one that the answer points to."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        new = super().redirect_request(req, fp, code, msg, headers, newurl)
-        old_host = urllib.parse.urlsplit(req.full_url).netloc
-        if new is not None and urllib.parse.urlsplit(newurl).netloc != old_host:
-            new.remove_header("Authorization")
-        return new
-
-
-def _open(request: urllib.request.Request, limit_s: float) -> http.client.HTTPResponse:
-    answer: http.client.HTTPResponse = urllib.request.build_opener(_Redirects).open(request, timeout=limit_s)
-    return answer
-
-
-def _status(error: urllib.error.HTTPError, wanted: Wanted, limits: Limits) -> Exception:
-    """What an HTTP status means: hopeless, or worth another try (after the time that the server asks for)."""
-    where = _brief(wanted.address)
-    if error.code in HOPELESS:
-        return DownloadFailed(f"{where} {HOPELESS[error.code]}", "status")
-    if error.code == 416:
-        partial_of(wanted.target).unlink(missing_ok=True)
-        return _Retry("the server has fewer bytes than we have already (416)", 0, "wrong_bytes")
-    if error.code in (408, 425, 429) or error.code >= 500:
-        wait = parse_retry_after(error.headers.get("Retry-After"), time.time())
-        if wait is not None and wait > limits.retry_after_longest_s:
-            return DownloadFailed(f"{where} asks to wait {wait:.0f} s ({error.code})", "status")
-        return _Retry(f"the server answered {error.code}", wait, "status")
-    return DownloadFailed(f"{where}: the server answered {error.code}", "status")
-
-
-def parse_retry_after(value: str | None, now: float) -> float | None:
-    """Seconds in a Retry-After header (a number or a date), None without one or with nonsense in it."""
-    if not value:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
-    except (TypeError, ValueError):
-        return None
+    with web.answer(wanted, headers, limits) as answer:
+        if have and answer.status != 206:
+            partial.unlink()
+            raise Retry("the server cannot resume, so the file is started anew", 0)
+        _check_length(answer, wanted, have)
+        _stream(answer, wanted, partial, digest, have, limits, progress)
 
 
 def _check_length(answer: http.client.HTTPResponse, wanted: Wanted, have: int) -> None:
     length = answer.headers.get("Content-Length")
     if length is not None and have + int(length) > wanted.size:
         raise DownloadFailed(
-            f"{_brief(wanted.address)} has {have + int(length)} bytes, the lock says {wanted.size}",
+            f"{brief(wanted.address)} has {have + int(length)} bytes, the lock says {wanted.size}",
             "wrong_bytes",
         )
 
@@ -267,7 +213,7 @@ def _stream(
         while have < wanted.size:
             chunk = answer.read1(min(CHUNK_BYTES, wanted.size - have))
             if not chunk:
-                raise _Retry(f"the connection ended after {have} of {wanted.size} bytes")
+                raise Retry(f"the connection ended after {have} of {wanted.size} bytes")
             file.write(chunk)
             digest.update(chunk)
             have += len(chunk)
@@ -277,7 +223,7 @@ def _stream(
                 raise DownloadFailed(HOURS_OVER, "hours")
             if now - window >= limits.slow_window_s:
                 if (have - window_have) / (now - window) < limits.slowest_bytes_s:
-                    raise _Retry(f"fewer than {limits.slowest_bytes_s:g} bytes a second", cause="slow")
+                    raise Retry(f"fewer than {limits.slowest_bytes_s:g} bytes a second", cause="slow")
                 window, window_have = now, have
             if limits.bytes_s:
                 time.sleep(max(0.0, (have - first) / limits.bytes_s - (now - started)))
@@ -289,14 +235,14 @@ def _accept(wanted: Wanted, partial: Path, digest: Hash) -> None:
         partial.touch()
     if digest.hexdigest() != wanted.sha256:
         partial.unlink()
-        raise _Retry("the bytes are not what the lock says (sha256 differs)", cause="wrong_bytes")
+        raise Retry("the bytes are not what the lock says (sha256 differs)", cause="wrong_bytes")
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.chmod(0o644)
     partial.replace(wanted.target)
 
 
-def _brief(address: str) -> str:
+def brief(address: str) -> str:
     """An address without what may be secret in it: user, password and query."""
     parts = urllib.parse.urlsplit(address)
     host = parts.netloc.rpartition("@")[2]

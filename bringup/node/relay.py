@@ -16,19 +16,19 @@ With `seconds` everything ends then, in the middle of a file if need be; the nex
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import os
 import re
 import socket
+import socketserver
 import struct
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ else:
     from bringup.node import store
     from bringup.node.download import HOURS_OVER, partial_of
 
-BUFFERED_BYTES = 64 * 1024
-"""More than an answer of `http.client` buffers."""
+HEAD_BYTES = 16 * 1024
+"""The most that a request's or an answer's headers may have."""
 
 WAKE_BYTES = 256 * 1024
 """Bytes that must have come before a follower is woken, unless its block needs fewer."""
@@ -225,22 +225,18 @@ class Relay:
                 last = time.monotonic() if item.verified > before else last
                 if time.monotonic() - last > PATIENCE_S or not alive(upstream):
                     return f"no byte for {STALL_LIMIT_S} s"
-            except (_Lost, OSError, http.client.HTTPException) as error:
+            except (_Lost, OSError) as error:
                 return str(error) or type(error).__name__
 
     def _read_from(self, upstream: str, item: Item) -> None:
-        """The rest of a file from one node. Raises _Lost, TimeoutError, OSError or HTTPException."""
-        parts = urllib.parse.urlsplit(upstream)
+        """The rest of a file from one node. Raises _Lost, TimeoutError or OSError."""
         place = urllib.parse.quote(item.file.path)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STALL_LIMIT_S)
-        try:
-            if item.marks is None:
-                self._start(item, json.loads(_ask(connection, f"/marks/{place}", {}).read()))
-            if item.verified < item.file.size:
-                answer = _ask(connection, f"/file/{place}", {"Range": f"bytes={item.verified}-"})
-                self._stream(_Body(connection, answer), item)
-        finally:
-            connection.close()
+        if item.marks is None:
+            with asked(upstream, f"/marks/{place}") as body:
+                self._start(item, body.json())
+        if item.verified < item.file.size:
+            with asked(upstream, f"/file/{place}", item.verified) as body:
+                self._stream(body, item)
         self._accept(item)
 
     def _start(self, item: Item, about: Mapping[str, Any]) -> None:
@@ -265,7 +261,7 @@ class Relay:
         item.digest = digest
         item.tell(marks, good)
 
-    def _stream(self, body: _Body, item: Item) -> None:
+    def _stream(self, body: Body, item: Item) -> None:
         marks = item.marks
         assert marks is not None
         started, first = time.monotonic(), item.verified
@@ -318,28 +314,58 @@ class Relay:
             )
 
 
-def _ask(
-    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]
-) -> http.client.HTTPResponse:
-    """An answer that has something for us. Raises _Lost."""
-    connection.request("GET", path, headers=dict(headers))
-    answer = connection.getresponse()
-    if answer.status not in (200, 206):
-        answer.read()
-        raise _Lost(f"answered {answer.status}")
-    return answer
+# --- as little HTTP as this needs: the library's own takes as long to load as all of the rest ----------------
 
 
-class _Body:
+def read_head(connection: socket.socket) -> tuple[str, dict[str, str], bytes]:
+    """The first line, the headers (by their names in small letters) and what has come behind them. Raises _Lost."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = connection.recv(HEAD_BYTES)
+        if not more:
+            raise _Lost("closed the connection")
+        data += more
+        if len(data) > 2 * HEAD_BYTES:
+            raise _Lost("speaks no HTTP")
+    head, _, rest = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    rows = (line.partition(":") for line in lines)
+    return first, {name.lower(): value.strip() for name, _, value in rows}, rest
+
+
+@contextmanager
+def asked(upstream: str, path: str, start: int = 0, limit_s: float = STALL_LIMIT_S) -> Iterator[Body]:
+    """A node's answer, from byte `start`, when it has something for us. Raises _Lost, TimeoutError or OSError."""
+    parts = urllib.parse.urlsplit(upstream)
+    lines = [f"GET {path} HTTP/1.1", f"Host: {parts.netloc}", f"Range: bytes={start}-", "Connection: close"]
+    with socket.create_connection((parts.hostname or "", parts.port or 80), limit_s) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        first, _, rest = read_head(connection)
+        status = first.partition(" ")[2][:3]
+        if status not in ("200", "206"):
+            raise _Lost(f"answered {status}")
+        yield Body(connection, rest)
+
+
+class Body:
     """An answer's bytes, straight from its connection.
 
     We are woken once a block and not for each packet: on a slow network that was most of a relay's CPU time.
     """
 
-    def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
-        # What came along with the headers lies in the answer's buffer; after this there is nothing in it.
-        self.first = answer.read1(BUFFERED_BYTES)
-        self.socket = connection.sock
+    def __init__(self, connection: socket.socket, first: bytes) -> None:
+        self.first = first
+        self.socket = connection
+
+    def json(self) -> Any:
+        """All of it, as data. Raises _Lost, TimeoutError or OSError."""
+        text = bytearray(self.first)
+        while more := self.socket.recv(HEAD_BYTES):
+            text += more
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise _Lost("broke off its answer, or is no relay") from None
 
     def fill(self, data: memoryview) -> None:
         """Fills `data`. Raises _Lost when the answer ends before, TimeoutError or OSError."""
@@ -364,15 +390,11 @@ def _after(digest: Any, data: bytes | memoryview) -> Any:
 
 def alive(upstream: str) -> bool:
     """Does a node's relay answer?"""
-    parts = urllib.parse.urlsplit(upstream)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ALIVE_LIMIT_S)
     try:
-        connection.request("GET", "/alive")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with asked(upstream, "/alive", limit_s=ALIVE_LIMIT_S):
+            return True
+    except (_Lost, OSError):
         return False
-    finally:
-        connection.close()
 
 
 def marks_of(path: Path, block: int) -> tuple[list[str], str]:
@@ -391,73 +413,67 @@ def marks_of(path: Path, block: int) -> tuple[list[str], str]:
     return found, digest.hexdigest()
 
 
-class Handler(BaseHTTPRequestHandler):
-    """/alive, /marks/PATH (when they are known), /file/PATH (with Range, as it comes)."""
+class Handler(socketserver.BaseRequestHandler):
+    """One request a connection: /alive, /marks/PATH (when they are known), /file/PATH (with Range, as it comes)."""
 
-    protocol_version = "HTTP/1.1"
+    server: Server
+    request: socket.socket
 
-    @property
-    def relay(self) -> Relay:
-        """The state that is served."""
-        return self.server.relay  # type: ignore[attr-defined, no-any-return]
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet: a block a line would be a log of its own."""
-
-    def do_GET(self) -> None:
-        """Answers one request."""
-        allowed: frozenset[str] = self.server.allowed  # type: ignore[attr-defined]
+    def handle(self) -> None:
+        """Answers the request."""
+        self.request.settimeout(PATIENCE_S)
+        line, headers, _ = read_head(self.request)
+        allowed = self.server.allowed
         if allowed and self.client_address[0].removeprefix("::ffff:") not in allowed:
-            self._plain(403, b"")
+            self._answer(403)
             return
-        kind, _, name = urllib.parse.unquote(self.path).lstrip("/").partition("/")
-        item = self.relay.items.get(name)
+        kind, _, name = urllib.parse.unquote(line.split(" ")[1]).lstrip("/").partition("/")
+        item = self.server.relay.items.get(name)
         if kind == "alive":
-            self._plain(200, b"{}")
+            self._answer(200)
         elif item is None or kind not in ("marks", "file"):
-            self._plain(404, b"")
+            self._answer(404)
         else:
-            self.relay.asked = time.monotonic()
-            self._marks(item) if kind == "marks" else self._file(item)
+            self.server.relay.asked = time.monotonic()
+            self._marks(item) if kind == "marks" else self._file(item, headers.get("range", ""))
 
-    def _plain(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def _answer(self, status: int, body: bytes = b"", length: int | None = None) -> None:
+        """The head of an answer (the reason's text may be empty), and its body when it is at hand."""
+        size = len(body) if length is None else length
+        head = f"HTTP/1.1 {status} \r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
+        self.request.sendall(head.encode() + body)
 
     def _marks(self, item: Item) -> None:
-        if not self.relay.wait(item, -1, PATIENCE_S) or (marks := item.marks) is None:
-            self._plain(503, b"")
+        relay = self.server.relay
+        if not relay.wait(item, -1, PATIENCE_S) or (marks := item.marks) is None:
+            self._answer(503)
             return
-        self._plain(200, json.dumps({"block": self.relay.block, "marks": marks}).encode())
+        self._answer(200, json.dumps({"block": relay.block, "marks": marks}).encode())
 
-    def _file(self, item: Item) -> None:
-        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))
+    def _file(self, item: Item, wanted: str) -> None:
+        relay = self.server.relay
+        match = re.fullmatch(r"bytes=(\d+)-", wanted)
         start = int(match.group(1)) if match else 0
         if start >= item.file.size and item.file.size:
-            self._plain(416, b"")
+            self._answer(416)
             return
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(item.file.size - start))
-        self.end_headers()
-        self.close_connection = True
+        self._answer(206 if start else 200, length=item.file.size - start)
         at = start
         # The kernel does the waiting: `socket.sendfile` would wake us for every few packets that have gone.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE_S, 0))
-        self.connection.settimeout(None)
-        if not self.relay.wait(item, at, PATIENCE_S):
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE_S, 0))
+        self.request.settimeout(None)
+        if not relay.wait(item, at, PATIENCE_S):
             return
-        with self.relay.opened(item) as file:
-            while at < item.file.size and self.relay.wait(item, at, PATIENCE_S):
+        with relay.opened(item) as file:
+            while at < item.file.size and relay.wait(item, at, PATIENCE_S):
                 count = item.verified - at
                 if count <= 0:
                     return
-                sent = os.sendfile(self.connection.fileno(), file.fileno(), at, count)
+                sent = os.sendfile(self.request.fileno(), file.fileno(), at, count)
                 if not sent:
                     return
                 at += sent
-                self.relay.asked = time.monotonic()
+                relay.asked = time.monotonic()
 
 
 def addresses_of(name: str) -> list[str]:
@@ -468,9 +484,10 @@ def addresses_of(name: str) -> list[str]:
         return []
 
 
-class Server(ThreadingHTTPServer):
+class Server(socketserver.ThreadingTCPServer):
     """Serves one relay; `allowed` are the addresses that may ask (empty: all)."""
 
+    allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
 

@@ -19,7 +19,7 @@ import pytest
 
 from bringup import ROOT, stores
 from bringup.errors import HostFailed
-from bringup.node import contents, download, store
+from bringup.node import contents, download, store, web
 from tests.standin.hub import REPOSITORY, REVISION, Hub, serving
 
 IMPATIENT = download.Limits(
@@ -553,7 +553,7 @@ def test_a_script_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
     ("value", "seconds"), [(None, None), ("7", 7.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0), ("soon", None)]
 )
 def test_retry_after_is_a_number_or_a_date(value: str | None, seconds: float | None) -> None:
-    assert download.parse_retry_after(value, 10.0) == seconds
+    assert web.parse_retry_after(value, 10.0) == seconds
 
 
 # --- who reads from whom ------------------------------------------------------------------------------------
