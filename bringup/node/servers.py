@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import common
+
 PYTHON = "/usr/bin/python3"
 LIBRARY = Path("/opt/bringup/lib")
 STARTS = Path("/var/lib/bringup/starts")
@@ -79,11 +81,13 @@ def started(service: Mapping[str, Any], since: float) -> dict[str, Any]:
     return {**{name: kept.get(name) for name in names}, "waited_s": round(time.monotonic() - since, 1)}
 
 
-def reason(service: Mapping[str, Any], said: str) -> str:
-    """Why a server did not come up: what its start kept, else systemd's and the journal's last lines."""
-    kept = read(STARTS / f"{service['unit']}.json")
-    if kept.get("outcome") in ("refused", "failed") and kept.get("why"):
-        return str(kept["why"])
+def reason(service: Mapping[str, Any], said: str, since: float) -> str:
+    """Why a server did not come up (`since`: when it was told to, seconds since 1970): what its start kept, else
+    systemd's and the journal's last lines.
+    """
+    kept = common.why_not_started(str(service["unit"]), since)
+    if kept:
+        return kept
     unit = f"{service['unit']}.service"
     _, out, _ = run(
         ["journalctl", f"--unit={unit}", "--lines=5", "--output=cat", "--no-pager", "--quiet"], LOOK_LIMIT_S
@@ -94,11 +98,11 @@ def reason(service: Mapping[str, Any], said: str) -> str:
 
 def start(service: Mapping[str, Any]) -> dict[str, Any]:
     """Start a server that is not running and wait for its real token. Raises ServersFailed."""
-    unit, since = f"{service['unit']}.service", time.monotonic()
+    unit, since, began = f"{service['unit']}.service", time.monotonic(), time.time()
     run(["systemctl", "reset-failed", unit], LOOK_LIMIT_S)
     code, _, err = run(["systemctl", "start", unit], longest(service))
     if code != 0:
-        raise ServersFailed(f"{service['name']} does not start: {reason(service, err)}")
+        raise ServersFailed(f"{service['name']} does not start: {reason(service, err, began)}")
     return started(service, since)
 
 
@@ -106,12 +110,12 @@ def restart(service: Mapping[str, Any]) -> dict[str, Any]:
     """Restart a running server, one of its group at a time, and wait for its real token. Raises
     ServersFailed.
     """
-    since, program = time.monotonic(), LIBRARY / "restart.py"
+    since, began, program = time.monotonic(), time.time(), LIBRARY / "restart.py"
     if not program.exists():
         unit = f"{service['unit']}.service"
         run(["systemctl", "reset-failed", unit], LOOK_LIMIT_S)
         code, _, err = run(["systemctl", "restart", unit], longest(service))
-        why = "" if code == 0 else reason(service, err)
+        why = "" if code == 0 else reason(service, err, began)
     else:
         options = ["--now", "--led", "--json", "--reason", "definition changed"]
         limit = longest(service) * 2 + float(service["drain_s"])
