@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .files import sync_folder, write_atomic
+from .files import read_text, sync_folder, write_atomic
 from .inuse import users
 
 FOLDER = Path("/var/lib/bringup/undo")
@@ -310,8 +310,16 @@ class Journal:
                 folder.rmdir()
 
     def _refuse_in_use(self, done: list[str], check: bool) -> None:
-        running = users([Path(tree) for tree in self.data["trees"]])
-        rows = [f"processes {', '.join(map(str, pids))} run from {tree}" for tree, pids in running.items()]
+        going = [Path(tree) for tree in self.data["trees"] if tree not in self._shared("trees")]
+        # Those of units that this undo stops are no obstacle.
+        stopped = [f"/{name}" for name, before in self.data["units"].items() if not before["active"]]
+        running = {
+            tree: [pid for pid in pids if not _unit_path(pid).endswith(tuple(stopped))]
+            for tree, pids in users(going).items()
+        }
+        rows = [
+            f"processes {', '.join(map(str, pids))} run from {tree}" for tree, pids in running.items() if pids
+        ]
         if rows and not check:
             raise UndoFailed(f"{'; '.join(rows)}. Stop their service, then run this again.")
         # A rehearsal of several roles' undo has stopped nothing yet.
@@ -488,6 +496,11 @@ def remove_tree(tree: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
     shutil.rmtree(tree)
+
+
+def _unit_path(pid: int) -> str:
+    """The control group of a process, which ends with its unit's name; "" when it is gone."""
+    return read_text(Path(f"/proc/{pid}/cgroup")).strip()
 
 
 def _holds(path: Path, gone: set[str]) -> list[str]:
