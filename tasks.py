@@ -834,9 +834,11 @@ def twins_record(
     c: Context, inventory: str, limit: str, folder: str | None = None, json: bool = False
 ) -> None:
     """Record a real node's hardware, so that twins can wear it; what identifies the machine is blanked."""
-    from bringup import fleet, report, twins
+    from bringup import fleet, plan, report, twins
 
-    made = twins.record(fleet.one_host(inventory, limit), Path(folder) if folder else None)
+    host = fleet.one_host(inventory, limit)
+    to = Path(folder) if folder else twins.FACTS / plan.load(inventory).host(host.name).platform
+    made = twins.record(host, to)
     if json:
         report.print_json({"folder": str(made)})
     else:

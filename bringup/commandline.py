@@ -27,7 +27,7 @@ TRACEBACK_VARIABLE = "BRINGUP_TRACEBACK"
 
 _UNKNOWN = re.compile(r"No idea what '(?P<token>.*)' is!")
 _remainder: tuple[str, ...] = ()
-_twins = False
+_twins: str | None = None
 _faults: list[str] = []
 
 
@@ -150,28 +150,40 @@ def _left_out(program: Program, error: exceptions.ParseError) -> list[str]:
 TWINS, FAULT = "--twins", "--fault"
 """Options of every command on an inventory: work on twins of its hosts, with faults (docs/twins.md)."""
 
+REAL_ARCH = "real-arch"
+"""Value of `--twins`: each twin runs as its host's architecture, under emulation where the machine has another."""
 
-def without_twins(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """A command line without `--twins` and `--fault NAME`: the rest, whether twins are meant, and the faults.
 
-    Raises UsageError for a `--fault` without a name.
+def without_twins(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+    """A command line without `--twins[=real-arch]` and `--fault NAME`: the rest, the twins that are meant (None: none;
+    "" or `REAL_ARCH`), and the faults.
+
+    Raises UsageError for a `--fault` without a name, and another value of `--twins`.
     """
     rest: list[str] = []
     faults: list[str] = []
-    twins = False
+    twins: str | None = None
     given = list(words)
     while given:
         word = given.pop(0)
         name, equals, value = word.partition("=")
-        if word == TWINS:
-            twins = True
+        if name == TWINS:
+            if equals and value != REAL_ARCH:
+                raise UsageError(
+                    Problem(
+                        f"{TWINS}={value}",
+                        f"is neither {TWINS} nor {TWINS}={REAL_ARCH}",
+                        "Write one of these.",
+                    )
+                )
+            twins = value
         elif name == FAULT:
             if not equals and not given:
                 raise UsageError(Problem(FAULT, "needs the name of a fault"))
             faults.append(value if equals else given.pop(0))
         else:
             rest.append(word)
-    if faults and not twins:
+    if faults and twins is None:
         raise UsageError(Problem(FAULT, "is for twins", "Add --twins."))
     return rest, twins, faults
 
@@ -181,7 +193,7 @@ def _dress(program: Program) -> None:
 
     Raises UsageError for a command without an inventory, and what `twins.dress` raises.
     """
-    if not _twins:
+    if _twins is None:
         return
     from bringup import twins
 
@@ -190,7 +202,8 @@ def _dress(program: Program) -> None:
         raise UsageError(Problem(TWINS, "is for commands on an inventory", "Add --inventory NAME."))
     for task in named:
         limit = task.args["limit"].value if "limit" in task.args else None
-        folder = twins.dress(str(task.args["inventory"].value), _faults, limit or None)
+        inventory = str(task.args["inventory"].value)
+        folder = twins.dress(inventory, _faults, limit or None, real_arch=_twins == REAL_ARCH)
         task.args["inventory"].value = str(folder)
 
 

@@ -475,6 +475,12 @@ def _has_apt() -> bool:
     return shutil.which("apt-get") is not None and shutil.which("dpkg") is not None
 
 
+def ensure_program(name: str, package: str, say: Say) -> None:
+    """Installs the distribution's package that has a program, when it is not there; without apt it does nothing."""
+    if not _program(name) and _has_apt():
+        _apt([package], say)
+
+
 def _known_to_apt(package: str) -> bool:
     shown = _completed(["apt-cache", "policy", package], 60).stdout
     return "Candidate:" in shown and "Candidate: (none)" not in shown

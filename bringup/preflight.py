@@ -970,6 +970,8 @@ def request(expected: Expected) -> dict[str, Any]:
         "caches": [dict(row) for row in expected.caches],
         "models": [dict(row) for row in expected.models],
         "memory_nodes": expected.memory_nodes,
+        "ports": [port.port for port in expected.ports],
+        "logs": list(expected.logs),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from bringup.expected import GIB, Check, Expected, Facts, Finding, size
+from bringup.expected import GIB, Check, Expected, Facts, Finding, numbers, size
 
 OPEN_FILES_LEAST = 65_536
 """Open files that a server of eight ranks and a thousand clients needs."""
@@ -27,6 +27,20 @@ HUGE_SHARE = 0.05
 
 SHARED_GIB = 8.0
 """Size of /dev/shm that ranks and collectives of other people's containers and tools need."""
+
+FIRST_TOOLKIT: Mapping[str, tuple[int, int]] = {
+    "8.0": (11, 0),
+    "8.9": (11, 8),
+    "9.0": (12, 0),
+    "10.0": (12, 8),
+    "10.3": (12, 9),
+    "12.0": (12, 8),
+}
+"""Compute capability -> the first toolkit that compiles for all of it, sm_90a, sm_100f and their like included
+(https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/)."""
+
+FRONT_LEAST_S = 300
+"""Seconds that a proxy must wait for the next piece: an answer that is not streamed comes whole, after minutes."""
 
 STALE_BYTES = 16 * 1024**2
 SHORT_START_S = 300
@@ -325,6 +339,74 @@ def check_environment(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_own_name(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The node finds an address for its own name: collectives and distributed start-up ask for it."""
+    found = facts.get("own_name") or {}
+    if expected.gpus and found.get("found") is False:
+        yield Finding(
+            "OWN_NAME_UNKNOWN",
+            "warning",
+            f"the node finds no address for its own name, {found['name']}: starts wait for it, and collectives fall "
+            "back to loopback",
+            f"getent ahosts {found['name']} finds nothing",
+            f"echo '127.0.1.1 {found['name']}' | sudo tee -a /etc/hosts",
+        )
+
+
+def check_toolkits(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """The toolkit that servers would compile with makes code for these GPUs that this driver loads."""
+    versions = sorted(facts.get("toolkits") or (), key=numbers)
+    if not expected.gpus or not versions:
+        return
+    newest, known = versions[-1], (facts["gpu"]["smi"] or {}).get("cuda")
+    if known and numbers(newest) > numbers(known):
+        yield Finding(
+            "TOOLKIT_NEWER",
+            "warning",
+            f"CUDA toolkit {newest} is newer than the driver, which knows CUDA {known}: what servers compile at run "
+            "time may not load",
+            f"/usr/local/cuda-{newest}",
+            f"Install a newer driver (node_driver.version), or toolkit {known} in place of {newest}",
+        )
+    capability = str(expected.gpus.get("sm", ""))
+    least = FIRST_TOOLKIT.get(capability)
+    if least and numbers(newest) < least:
+        yield Finding(
+            "TOOLKIT_TOO_OLD",
+            "warning",
+            f"CUDA toolkit {newest} cannot compile for compute capability {capability}: what servers compile at run "
+            "time fails",
+            f"/usr/local/cuda-{newest}",
+            f"Install toolkit {'.'.join(map(str, least))} or newer, up to the driver's CUDA {known or 'version'}",
+        )
+
+
+def check_log_cutters(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Nobody else cuts the servers' logs: a second one loses lines, or leaves holes."""
+    rows = facts.get("log_cutters") or ()
+    if rows:
+        yield Finding(
+            "LOGS_CUT_TWICE",
+            "warning",
+            "logrotate takes in the servers' logs, which are cut by their own writer already",
+            "; ".join(f"{row['file']}: {row['pattern']}" for row in rows),
+            f"Take the pattern out of {rows[0]['file']}; sizes and numbers are node_log_rotation in the inventory",
+        )
+
+
+def check_fronts(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """A proxy in front of a server waits as long as an answer takes."""
+    for row in facts.get("fronts") or ():
+        if row["seconds"] < FRONT_LEAST_S:
+            yield Finding(
+                "PROXY_IMPATIENT",
+                "warning",
+                f"nginx in front of port {row['port']} ends answers that say nothing for {row['seconds']} s",
+                f"{row['file']}: proxy_read_timeout {row['seconds']}s",
+                "proxy_read_timeout 3600s; proxy_buffering off; then: sudo nginx -t && sudo systemctl reload nginx",
+            )
+
+
 def check_caches(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """Servers own what lies in their folders."""
     for row in facts.get("caches") or ():
@@ -379,7 +461,11 @@ CHECKS: tuple[Check, ...] = (
     check_settings,
     check_environment,
     check_addresses,
+    check_own_name,
     check_containers,
+    check_toolkits,
+    check_log_cutters,
+    check_fronts,
     check_caches,
     check_models,
 )

@@ -36,6 +36,11 @@ FOLDER = ROOT / ".lab" / "twins"
 SOURCES = ROOT / "tests" / "lab" / "twin"
 FACTS = ROOT / "tests" / "facts"
 FAULTS = SOURCES / "faults"
+ARCHES: Mapping[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
+"""How a container engine calls a machine."""
+
+MACHINES: Mapping[str, str] = {arch: machine for machine, arch in ARCHES.items()}
+
 MARK = "twins.json"
 """A file in an inventory's folder that says: these hosts are twins, and which."""
 
@@ -89,7 +94,7 @@ def hardware(host: HostPlan, name: str, arch: str = "amd64") -> dict[str, Any]:
         host=host.name,
         twin=name,
         platform=host.platform,
-        arch={"amd64": "x86_64", "arm64": "aarch64"}[arch],
+        arch=MACHINES[arch],
     )
     return made
 
@@ -427,7 +432,7 @@ def plan_for(plan: Plan, arches: Mapping[str, str] | None = None) -> Plan:
 
 
 def _host(host: HostPlan, arch: str) -> HostPlan:
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}[arch]
+    machine = MACHINES[arch]
     stood_in = {service.env_name for service in host.services if not _runs_for_real(service, host)}
     services = tuple(
         replace(service, is_stand_in=service.is_stand_in or service.env_name in stood_in)
@@ -481,26 +486,30 @@ class Twin:
     arch: str
 
 
-def given() -> dict[str, dict[str, str]]:
-    """Inventory -> host -> name of its twin, for every inventory that has twins."""
+def given() -> dict[str, dict[str, Twin]]:
+    """Inventory -> host -> its twin, for every inventory that has twins."""
     found = {}
     for path in sorted(FOLDER.glob(f"*{SUFFIX}/{MARK}")):
         mark = json.loads(path.read_text(encoding="utf-8"))
-        found[str(mark["of"])] = {host: str(row["twin"]) for host, row in mark["hosts"].items()}
+        found[str(mark["of"])] = {
+            host: Twin(str(row["twin"]), host, str(row["arch"])) for host, row in mark["hosts"].items()
+        }
     return found
 
 
-def assigned(inventory: str, hosts: Sequence[str], arch: str = "amd64") -> list[Twin]:
+def assigned(inventory: str, hosts: Sequence[str], arches: Mapping[str, str] | None = None) -> list[Twin]:
     """A twin for each host: the one that it has, else the lowest name that no inventory's twin has (twin-01 and on).
 
+    `arches`: host -> how its twin is to run; without, a twin runs as it does, and a new one as amd64.
     Raises LabError when the addresses for twins are used up, and says by whom.
     """
     from bringup import lab
 
     before = given()
     own = before.pop(inventory, {})
-    taken = {name for names in before.values() for name in names.values()}
-    kept = {host: name for host in hosts if (name := own.get(host)) and name not in taken}
+    arches = arches or {host: twin.arch for host, twin in own.items()}
+    taken = {twin.name for twins in before.values() for twin in twins.values()}
+    kept = {host: own[host].name for host in hosts if host in own and own[host].name not in taken}
     every = lab.node_names(lab.room(KIND), KIND)
     free = [name for name in every if name not in taken and name not in kept.values()]
     if len(hosts) - len(kept) > len(free):
@@ -514,7 +523,7 @@ def assigned(inventory: str, hosts: Sequence[str], arch: str = "amd64") -> list[
             )
         )
     names = iter(free)
-    return [Twin(kept.get(host) or next(names), host, arch) for host in hosts]
+    return [Twin(kept.get(host) or next(names), host, arches.get(host, "amd64")) for host in hosts]
 
 
 def dress(
@@ -523,13 +532,14 @@ def dress(
     limit: str | None = None,
     say: Any = None,
     *,
-    arch: str = "amd64",
+    real_arch: bool = False,
 ) -> Path:
     """Brings the twins of an inventory up and gives the folder of an inventory that names them.
 
     `faults`: NAME or NAME@HOST; twins that are up already are kept, and healed of what is not named.
-    `limit`: only these hosts get a container (all stay in the inventory). Raises UsageError for wrong intent
-    or names, LabError when a container cannot be had.
+    `limit`: only these hosts get a container (all stay in the inventory). `real_arch`: each twin runs as its host's
+    architecture, emulated where this machine has another; without, twins that are there stay as they are. Raises
+    UsageError for wrong intent or names, LabError when a container cannot be had.
     """
     from bringup import fleet, lab
     from bringup import inventory as inventories
@@ -543,7 +553,8 @@ def dress(
     chosen = chosen_faults(faults, names)
     up = fleet.matching({host.name: host.groups for host in real.hosts}, limit)
     with lab.alone("twins", say):
-        twins = assigned(inventories.read(inventory).name, names, arch)
+        arches = {host.name: ARCHES[host.arch] for host in real.hosts if host.arch in ARCHES}
+        twins = assigned(inventories.read(inventory).name, names, arches if real_arch else None)
         folder = write_inventory(inventory, real, twins)
     stood_in = plan_for(real, {twin.host: twin.arch for twin in twins})
     write_stand_ins(real, stood_in)
@@ -645,6 +656,7 @@ def start(twins: Sequence[Twin], plan: Plan, chosen: Mapping[str, Sequence[Fault
     if strangers:
         lab.down(strangers, say)
     for arch in sorted({twin.arch for twin in twins}):
+        lab.ensure_program(*archive.COMPILERS[arch], say)
         packages = archive.build(FOLDER, arch)
         these = [twin for twin in twins if twin.arch == arch]
         extra = {twin.name: container_arguments(twin.name, packages, who[twin.name]) for twin in these}
@@ -720,7 +732,7 @@ def down(say: Any = None, inventory: str = "") -> list[str]:
     there = given()
     if inventory and inventory not in there:
         raise UsageError(Problem("--inventory", *unknown("inventory with twins", inventory, list(there))))
-    ours = set(there[inventory].values()) if inventory else None
+    ours = {twin.name for twin in there[inventory].values()} if inventory else None
     names = [
         node.name
         for node in lab.nodes()
@@ -744,10 +756,10 @@ OUTPUTS: Mapping[str, str] = {
     "nvlink-s.txt": "nvidia-smi nvlink -s",
     "driver-version.txt": "cat /proc/driver/nvidia/version",
     "lspci.txt": "lspci -Dnn -d 10de:",
-    "numa.txt": "grep -H . /sys/devices/system/node/node*/cpulist /sys/devices/system/node/node*/distance "
-    "/sys/devices/system/node/node*/meminfo",
+    "numa.txt": "grep -sH . /sys/devices/system/node/node*/cpulist /sys/devices/system/node/node*/distance "
+    "/sys/devices/system/node/node*/meminfo || true",
     "meminfo.txt": "cat /proc/meminfo",
-    "pci-nodes.txt": "grep -H . /sys/bus/pci/devices/*/numa_node",
+    "pci-nodes.txt": "grep -sH . /sys/bus/pci/devices/*/numa_node || true",
     "page-size.txt": "getconf PAGESIZE",
     "os-release.txt": "cat /etc/os-release",
     "kernel.txt": "uname -r -m",
@@ -756,31 +768,41 @@ OUTPUTS: Mapping[str, str] = {
 """What a record holds: file -> the command whose output it is."""
 
 
-def record(host: Any, folder: Path | None = None) -> Path:
-    """Gathers the outputs of a real node (a `fleet.Host`) over SSH into a folder, with `twin.json` made from
-    them; identifiers of hardware are blanked. Raises HostUnreachable."""
-    from bringup import remote
-    from bringup.redact import text as redacted
+def record(host: Any, folder: Path) -> Path:
+    """Gathers the outputs of a real node (a `fleet.Host`) over SSH into a folder, with `twin.json` made from them; see
+    `blanked` for what is not kept. Twins of a platform wear what lies in `FACTS / <platform>`.
 
-    folder = folder or FACTS / host.name
+    Raises HostUnreachable.
+    """
+    from bringup import remote
+
     outputs: dict[str, str] = {}
     for name, command in OUTPUTS.items():
         ran = remote.run(host, command)
         if ran.code == 0:
-            outputs[name] = redacted(blanked(ran.out))
+            outputs[name] = blanked(ran.out)
     for name, content in outputs.items():
         write(folder / "recorded" / name, content.encode())
     write(folder / "twin.json", _json(hardware_of_record(outputs)))
     return folder
 
 
+_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_IDENTIFYING = "serial|pdi|chassis_serial_number|chassisSerialNumber|gpu_fabric_guid|host_id|hostId"
+_OF_PROGRAMS = "supported_clocks|processes|accounted_processes"
+
+
 def blanked(text: str) -> str:
-    """A record without what identifies a machine: UUIDs, serial numbers, host identifiers."""
+    """A record without what identifies a machine (UUIDs, serial numbers, host identifiers), without processes, whose
+    command lines are their owners' business, and without what looks like a secret."""
     import re
 
-    text = re.sub(r"GPU-[0-9a-f-]{36}", "GPU-00000000-0000-0000-0000-000000000000", text)
-    text = re.sub(r"(<(serial|pdi|chassis_serial_number|gpu_fabric_guid|clusterUuid)>)[^<]*", r"\g<1>0", text)
-    return re.sub(r"<supported_clocks>.*?</supported_clocks>", "", text, flags=re.DOTALL)
+    from bringup.redact import text as redacted
+
+    text = re.sub(_UUID, "00000000-0000-0000-0000-000000000000", text, flags=re.I)
+    text = re.sub(rf"(<({_IDENTIFYING})>)[^<]*", r"\g<1>0", text)
+    text = re.sub(rf"<({_OF_PROGRAMS})>.*?</\1>", r"<\1/>", text, flags=re.DOTALL)
+    return redacted(text)
 
 
 def hardware_of_record(outputs: Mapping[str, str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What surrounds a server on a node: limits, shared memory, huge pages, settings, names and mirrors, containers,
-environment, caches, models, packages. Only reads; `gather` is a part of what `facts.gather` gives.
+environment, toolkits, who cuts logs, proxies in front, caches, models, packages. Only reads; `gather` is a part of what
+`facts.gather` gives.
 
 Every file is read below `root`, so that a test reads a folder instead of a machine. Sizes are bytes.
 """
@@ -15,15 +16,20 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
+
+from . import contents
 
 Runner = Callable[[Sequence[str], int], "tuple[int, str]"]
 
 COMMAND_LIMIT_S = 10
 CONNECT_LIMIT_S = 5
 CONNECTIONS_AT_ONCE = 8
+NGINX_READ_TIMEOUT_S = 60
+"""What nginx has by itself (https://nginx.org/en/docs/http/ngx_http_proxy_module.html#proxy_read_timeout)."""
+
 CACHE_ENTRIES = 2000
 """How many entries of a cache are looked at: one that belongs to somebody else is enough."""
 
@@ -68,7 +74,7 @@ def read(path: Path) -> str:
 
 
 def gather(request: Mapping[str, Any], runner: Runner, root: Path) -> dict[str, Any]:
-    """`request`: `units`, `settings` (paths), `addresses`, `caches`, `models`, `memory_nodes` (see
+    """`request`: `units`, `settings` (paths), `addresses`, `caches`, `models`, `memory_nodes`, `ports` and `logs` (see
     `bringup.expected.Expected`); what is not asked for is not looked at."""
     return {
         "limits": limits(root),
@@ -80,6 +86,10 @@ def gather(request: Mapping[str, Any], runner: Runner, root: Path) -> dict[str, 
         "addresses": addresses(request.get("addresses", ()), root),
         "containers": containers(runner),
         "environment": environment(runner, root),
+        "own_name": own_name(runner),
+        "toolkits": toolkits(root),
+        "log_cutters": log_cutters(request.get("logs", ()), root),
+        "fronts": fronts(request.get("ports", ()), root),
         "caches": [cache(row["path"], row["user"], root) for row in request.get("caches", ())],
         "models": [found for row in request.get("models", ()) if (found := model(row, root))],
         "packages_broken": packages_broken(root),
@@ -297,13 +307,42 @@ def reached(host: str, port: int) -> str:
     """ "" when somebody answers at an address, else why not."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return f"name not found: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:
+        return f"name not found: {getattr(error, 'strerror', None) or error}"
     try:
         socket.create_connection((host, port), CONNECT_LIMIT_S).close()
     except OSError as error:
         return f"no connection: {error.strerror or error}"
     return ""
+
+
+def own_name(runner: Runner) -> dict[str, Any]:
+    """The node's name, and whether it has an address here (None: nobody can say)."""
+    name = socket.gethostname()
+    code, _ = runner(["getent", "ahosts", name], COMMAND_LIMIT_S)
+    return {"name": name, "found": {0: True, 2: False}.get(code)}
+
+
+def fronts(ports: Iterable[int], root: Path) -> list[dict[str, Any]]:
+    """Files of nginx that pass requests on to a server's port: file, port, and the seconds that it waits for the next
+    piece of an answer (the longest in the file, else the general one, else nginx's own 60)."""
+    base = root / "etc/nginx"
+    general = _read_timeout(read(base / "nginx.conf"))
+    found = []
+    for path in sorted({*base.rglob("*.conf"), *(base / "sites-enabled").glob("*")}):
+        text = re.sub(r"#.*", "", read(path))
+        for port in ports:
+            if re.search(rf"(127\.0\.0\.1|localhost|\[::1\]):{port}\b", text):
+                seconds = _read_timeout(text) or general or NGINX_READ_TIMEOUT_S
+                found.append({"file": f"/{path.relative_to(root)}", "port": port, "seconds": seconds})
+    return found
+
+
+def _read_timeout(text: str) -> int | None:
+    """The longest `proxy_read_timeout` in seconds ("90", "90s", "5m", "1h"), None without any."""
+    rows = re.findall(r"\bproxy_read_timeout\s+(\d+)([smhd]?)\s*;", re.sub(r"#.*", "", text))
+    factors = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    return max((int(number) * factors[unit] for number, unit in rows), default=None)
 
 
 # --- containers and environment -----------------------------------------------------------------------------
@@ -367,6 +406,30 @@ def environment(runner: Runner, root: Path) -> dict[str, Any]:
     }
 
 
+def toolkits(root: Path) -> list[str]:
+    """Versions ("12.8") of CUDA toolkits that have a compiler, each once; one that does not say its version is left
+    out."""
+    found = set()
+    for home in (root / "usr/local").glob("cuda*"):
+        if (home / "bin/nvcc").exists():
+            said = re.search(r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"(\d+\.\d+)', read(home / "version.json"))
+            said = said or re.fullmatch(r"cuda-(\d+\.\d+)", home.resolve().name)
+            found.add(said[1] if said else "")
+    return sorted(found - {""})
+
+
+def log_cutters(logs: Iterable[str], root: Path) -> list[dict[str, str]]:
+    """Patterns in logrotate's configuration that take in one of our servers' logs: file, pattern."""
+    logs = list(logs)
+    found = []
+    for path in (root / "etc/logrotate.conf", *sorted((root / "etc/logrotate.d").glob("*"))):
+        for names in re.findall(r"^([^#{}]*?)\{", re.sub(r"#.*", "", read(path)), re.MULTILINE):
+            for pattern in re.findall(r"/[^\s\"']+", names):
+                if any(PurePosixPath(log).match(pattern) for log in logs):
+                    found.append({"file": f"/{path.relative_to(root)}", "pattern": pattern})
+    return found
+
+
 # --- what lies there ----------------------------------------------------------------------------------------
 
 
@@ -396,13 +459,15 @@ def cache(path: str, user: str, root: Path) -> dict[str, Any]:
 
 
 def model(row: Mapping[str, Any], root: Path) -> dict[str, Any] | None:
-    """What is wrong with a model's files that are there, by their sizes and first bytes; None when there is no such
-    folder. A file that is not there counts only when the model is said to be complete."""
+    """What is wrong with a model's files that are there, by their sizes, first bytes, and (`expects`) by what its
+    configuration and index name; None when there is no such folder. A file that is not there counts only when the
+    model is said to be complete."""
     folder = root / str(row["folder"]).lstrip("/")
     if not folder.is_dir():
         return None
     ready = bool(row.get("stamp")) and (root / str(row["stamp"]).lstrip("/")).exists()
-    problems = []
+    listed = (folder / "config.json").is_file() and (folder / contents.INDEX).is_file()
+    problems = contents.check_config(folder, row.get("expects") or {}) if listed else []
     for file in row["files"]:
         path = folder / file["path"]
         if path.is_file():

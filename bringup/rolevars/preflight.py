@@ -64,6 +64,7 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
                 for path in systemd.writable(service)
             ],
             "models": [_model(model) for model in host.models if model.files],
+            "logs": [log for service in host.services if (log := systemd.log_file(service))],
             "memory_nodes": _memory_nodes(host),
             "clocks_mhz": list(driver.get("clocks_mhz") or ()),
             "power_w": driver.get("power_w") or 0,
@@ -112,6 +113,7 @@ def _model(model: PlannedModel) -> dict[str, Any]:
         "folder": model.folder,
         "stamp": f"{model.folder}/{engine_service.READY_STAMP}",
         "files": [{"path": file.path, "size": file.size} for file in model.files],
+        "expects": dict(model.expects),
     }
 
 
@@ -126,7 +128,7 @@ def _addresses(host: HostPlan) -> list[dict[str, Any]]:
                 for at, port in (HUBS[source.kind] for source in model.sources)
             ]
     for environment in host.environments:
-        if environment.provider in ("pip", "uv") and not environment.lock.startswith(".lab/"):
+        if environment.provider in ("pip", "uv"):
             purpose = f"environment {environment.name}"
             at, port = PACKAGE_INDEX
             rows.append(

@@ -50,7 +50,7 @@ options:
     elements: dict
     default: []
   models:
-    description: Models whose files are looked at, rows of name, folder, stamp and files (path, size).
+    description: Models whose files are looked at, rows of name, folder, stamp, files (path, size) and expects.
     type: list
     elements: dict
     default: []
@@ -58,6 +58,16 @@ options:
     description: Memory nodes that processes will be bound to, as numactl writes them.
     type: str
     default: ""
+  ports:
+    description: Ports of servers, which proxies on the node may stand in front of.
+    type: list
+    elements: int
+    default: []
+  logs:
+    description: Logs of servers, which logrotate has to leave alone.
+    type: list
+    elements: str
+    default: []
 author: bringup
 """
 
@@ -86,6 +96,8 @@ def main() -> None:
             "caches": {"type": "list", "elements": "dict", "default": []},
             "models": {"type": "list", "elements": "dict", "default": []},
             "memory_nodes": {"type": "str", "default": ""},
+            "ports": {"type": "list", "elements": "int", "default": []},
+            "logs": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )

@@ -69,6 +69,30 @@ def test_every_code_has_a_case() -> None:
     assert shown == codes
 
 
+def test_no_check_can_be_taken_out_unseen() -> None:
+    """Every code of every case comes from one check alone: without that check the case, and so this file, fails."""
+    busy: dict[str, set[str]] = {check.__name__: set() for check in preflight.CHECKS}
+    for path in CASES.glob("*.yml"):
+        _, node, data = load(path)
+        expected = preflight.Expected.of(data)
+        codes = [
+            {(check.__name__, finding.code) for finding in check(node, expected)}
+            for check in preflight.CHECKS
+        ]
+        given = [code for rows in codes for _, code in rows]
+        assert len(given) == len(set(given)), f"{path.stem}: two checks give one code"
+        for name, code in set().union(*codes):
+            busy[name].add(code)
+    assert [name for name, shown in busy.items() if not shown] == []
+
+
+def test_every_code_has_a_case_beside_it_that_is_all_well() -> None:
+    """A check that always speaks fails the case of the same base in which there is nothing to say."""
+    cases = [yaml.safe_load(path.read_text()) for path in CASES.glob("*.yml")]
+    well = {case["base"] for case in cases if not case["codes"]}
+    assert {case["base"] for case in cases} == well
+
+
 def test_a_refusal_lists_every_error_and_no_warning() -> None:
     findings = [
         preflight.Finding("A_CODE", "error", "first", "seen", "Do this"),

@@ -280,3 +280,64 @@ def test_a_plan_asks_for_hubs_and_index_only_where_nothing_nearer_is_named() -> 
 )
 def test_only_a_refusal_by_the_kernel_is_one_of_rights(answer: tuple[int, str], said: str | None) -> None:
     assert surroundings.memory_policy("0-1", lambda argv, limit_s: answer) == said
+
+
+def test_a_model_without_the_planned_drafts_is_told_by_its_index(tmp_path: Path) -> None:
+    put(tmp_path, "/m/config.json", '{"architectures": ["A"]}')
+    row = {"name": "m", "folder": "/m", "files": [], "expects": {"architecture": "A", "tensors": {"mtp.": 2}}}
+    found = surroundings.model(row, tmp_path)
+    assert found is not None
+    assert found["problems"] == [], "an index that is not there yet says nothing"
+    put(tmp_path, "/m/model.safetensors.index.json", '{"weight_map": {"mtp.a": "x", "other": "x"}}')
+    found = surroundings.model(row, tmp_path)
+    assert found is not None
+    assert found["problems"] == ["1 tensors start with mtp., the plan needs 2"]
+
+
+def test_a_name_that_no_name_service_could_know_is_not_found(tmp_path: Path) -> None:
+    """Python refuses to ask for it, with an error of another kind."""
+    row = {"host": "two..dots", "port": 443, "purpose": "p"}
+    assert surroundings.addresses([row], tmp_path)[0]["error"].startswith("name not found")
+
+
+def test_toolkits_say_their_version_in_a_file_or_by_their_folder(tmp_path: Path) -> None:
+    for home in ("cuda-12.4", "opt"):
+        put(tmp_path, f"/usr/local/{home}/bin/nvcc", "")
+    put(tmp_path, "/usr/local/cuda-11.8/lib64/libcudart.so", "a runtime alone is no toolkit")
+    (tmp_path / "usr/local/cuda").symlink_to("opt")
+    put(tmp_path, "/usr/local/opt/version.json", '{"cuda": {"name": "CUDA SDK", "version": "13.0.1"}}')
+    assert surroundings.toolkits(tmp_path) == ["12.4", "13.0"]
+
+
+def test_only_patterns_that_take_in_a_servers_log_cut_it(tmp_path: Path) -> None:
+    logs = ["/var/log/bringup/glm/engine.log"]
+    put(tmp_path, "/etc/logrotate.d/system", "/var/log/*.log /var/log/nginx/*.log {\n  weekly\n}\n")
+    put(tmp_path, "/etc/logrotate.d/off", "# /var/log/bringup/glm/engine.log {\n#}\n")
+    assert surroundings.log_cutters(logs, tmp_path) == []
+    put(tmp_path, "/etc/logrotate.d/all", '/var/log/x.log\n"/var/log/bringup/*/*.log" {\n  copytruncate\n}\n')
+    found = surroundings.log_cutters(logs, tmp_path)
+    assert found == [{"file": "/etc/logrotate.d/all", "pattern": "/var/log/bringup/*/*.log"}]
+
+
+@pytest.mark.parametrize(
+    ("site", "general", "seconds"),
+    [
+        ("proxy_pass http://127.0.0.1:8000;", "", 60),
+        ("proxy_pass http://127.0.0.1:8000; # proxy_read_timeout 1h;", "proxy_read_timeout 5m;", 300),
+        (
+            "server localhost:8000; proxy_read_timeout 75; proxy_read_timeout 1h;",
+            "proxy_read_timeout 5m;",
+            3600,
+        ),
+        ("proxy_pass http://127.0.0.1:80001;", "", None),
+        ("proxy_pass http://192.0.2.1:8000;", "", None),
+    ],
+)
+def test_what_stands_in_front_of_a_server_is_found_with_its_patience(
+    site: str, general: str, seconds: int | None, tmp_path: Path
+) -> None:
+    put(tmp_path, "/etc/nginx/sites-enabled/models", site)
+    put(tmp_path, "/etc/nginx/nginx.conf", general)
+    found = surroundings.fronts([8000], tmp_path)
+    file = "/etc/nginx/sites-enabled/models"
+    assert found == ([{"file": file, "port": 8000, "seconds": seconds}] if seconds else [])

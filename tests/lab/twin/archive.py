@@ -33,7 +33,11 @@ BRANCHES: Mapping[str, tuple[str, ...]] = {
 CUDA: Mapping[str, str] = {"12-4": "12.4.131-1", "12-8": "12.8.93-1", "13-0": "13.0.88-1"}
 CUDA_NUMBER = {"550": 12040, "570": 12080, "580": 13000}
 TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}
-COMPILERS = {"amd64": ("x86_64-linux-gnu-gcc", "gcc", "cc"), "arm64": ("aarch64-linux-gnu-gcc",)}
+COMPILERS = {
+    "amd64": ("x86_64-linux-gnu-gcc", "gcc-x86-64-linux-gnu"),
+    "arm64": ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+}
+"""Architecture -> its compiler, and the package that has it on whatever machine."""
 
 UNIT = """[Unit]
 Description={title} (stand-in of a bringup twin)
@@ -272,11 +276,10 @@ def _tar(entries: Mapping[str, tuple[bytes, int, str]]) -> bytes:
 def library(cuda: int, arch: str, folder: Path, soname: str = "libcuda.so.1") -> bytes:
     """A stand-in library for an architecture: `cuda` as the driver counts (13000), `soname` its name for the
     linker. Raises HostFailed without a compiler for it."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS[arch])), None)
-    if compiler is None:
-        names = {"amd64": "gcc", "arm64": "gcc-aarch64-linux-gnu"}
+    compiler, package = COMPILERS[arch]
+    if shutil.which(compiler) is None:
         raise HostFailed(
-            Problem("twins", f"there is no compiler for {arch}", f"Install it: apt-get install {names[arch]}")
+            Problem("twins", f"there is no compiler for {arch}", f"Install it: apt-get install {package}")
         )
     target = folder / f".{soname}-{arch}-{cuda}"
     flags = [

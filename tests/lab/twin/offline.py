@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ from tests.lab.twin.node import smi, state, tools, trees, wear
 
 BASE = ROOT / "tests" / "cases" / "preflight" / "base" / "eight.yml"
 DEBIAN_LIBRARIES = "usr/lib/x86_64-linux-gnu"
+
+
+MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """An empty folder, in memory where that can be: a twin of eight GPUs is 400 files, written for every fault."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as made:
+        yield Path(made)
 
 
 @contextlib.contextmanager
@@ -106,6 +117,9 @@ def runner(worn: Mapping[str, Any], root: Path) -> facts.Runner:
         if program == "systemctl" and words == ["show-environment"]:
             rows = {"LANG": "C.UTF-8", **worn.get("manager_environment", {})}
             return 0, "".join(f"{name}={value}\n" for name, value in rows.items())
+        if program == "getent":
+            only_files = (root / "etc/nsswitch.conf").exists()
+            return (2 if only_files and words[-1] not in facts.read(root / "etc/hosts").split() else 0), ""
         if program == "getconf":
             return 0, str(1024 * worn.get("page_size_kib", 4))
         if program == "numactl":
@@ -161,14 +175,33 @@ def verdicts(
     host: HostPlan, plan: Plan, chosen: Sequence[twins.Fault], root: Path
 ) -> list[preflight.Finding]:
     """What preflight says of a host's twin with faults."""
+    return preflight.verdicts(*judged(host, plan, chosen, root))
+
+
+def judged(
+    host: HostPlan, plan: Plan, chosen: Sequence[twins.Fault], root: Path
+) -> tuple[dict[str, Any], preflight.Expected]:
+    """The facts of a host's twin with faults, and what they are compared with."""
     worn = twins.with_faults(twins.hardware(host, "twin-01"), chosen)
     wanted = expected(host, plan)
-    return preflight.verdicts(gathered(worn, root, preflight.request(wanted)), wanted)
+    return gathered(worn, root, preflight.request(wanted)), wanted
+
+
+def said(host: HostPlan, plan: Plan, chosen: Sequence[twins.Fault], root: Path) -> dict[str, list[str]]:
+    """Code -> the checks of preflight that give it for a host's twin with faults."""
+    facts_of, wanted = judged(host, plan, chosen, root)
+    found: dict[str, list[str]] = {}
+    for check in preflight.CHECKS:
+        for code in sorted({finding.code for finding in check(facts_of, wanted)}):
+            found.setdefault(code, []).append(check.__name__)
+    return found
 
 
 def applies(fault: twins.Fault, host: HostPlan) -> bool:
     """Whether a host's hardware can have the fault, and it can be shown without a container."""
     platform = host.expected
+    if fault.needs == "gguf":
+        return any(file.path.endswith(".gguf") for model in host.models for file in model.files)
     if fault.run or not platform.get("gpus"):
         return False
     needs = {
@@ -177,6 +210,7 @@ def applies(fault: twins.Fault, host: HostPlan) -> bool:
         "switches": platform["links"]["nvswitches"] > 0,
         "open modules": bool((platform.get("driver") or {}).get("open_modules")),
         "big pages": bool((platform.get("driver") or {}).get("page_size_kib")),
+        "drafts": bool(host.models and host.models[0].expects.get("tensors")),
         "memory nodes": bool((platform.get("host") or {}).get("numa")),
     }
     numbered = [name.split(".")[1] for name in fault.state if name.startswith("gpus.")]

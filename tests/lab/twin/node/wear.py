@@ -49,6 +49,7 @@ LITTER = Path("/run/twin/litter.json")
 OVER = Path("/run/twin/over")
 """Files that are bound over ones of the kernel."""
 
+NO_INDEX = "# A stand-in engine comes from the twin's own disk.\n[global]\nno-index = true\n"
 STEP_LIMIT_S = 600
 UNITS = ("nvidia-persistenced", "nvidia-fabricmanager")
 
@@ -248,6 +249,8 @@ def install_programs(worn: dict[str, Any]) -> None:
     Path("/etc/motd").write_text(text, encoding="utf-8")
     Path("/etc/issue.net").write_text(text, encoding="utf-8")
     Path("/etc/profile.d/twin.sh").write_text("[ -t 1 ] && cat /etc/motd\n", encoding="utf-8")
+    if worn.get("gpus"):
+        Path("/etc/pip.conf").write_text(NO_INDEX, encoding="utf-8")
     modules_folder(worn)
     sources = Path("/etc/apt/sources.list.d/twin.list")
     if not sources.exists():
