@@ -136,13 +136,26 @@ class Meter:
 
 
 def memory_mib(control_group: str, root: Path = CGROUPS) -> float | None:
-    """MiB of a control group that are no cache of files (its own and its shared memory); None: not known."""
+    """MiB of a control group that are no cache of files (its own and its shared memory); where the kernel does not
+    count by group (some containers), those of its processes' own memory. None: not known.
+    """
+    group = root / control_group.lstrip("/")
     try:
-        text = (root / control_group.lstrip("/") / "memory.stat").read_text(encoding="ascii")
+        text = (group / "memory.stat").read_text(encoding="ascii")
     except OSError:
-        return None
+        return _by_processes(group)
     rows = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
     return (int(rows.get("anon", 0)) + int(rows.get("shmem", 0))) / 1024**2 if "anon" in rows else None
+
+
+def _by_processes(group: Path) -> float | None:
+    found = []
+    with suppress(OSError):
+        for pid in (group / "cgroup.procs").read_text(encoding="ascii").split():
+            with suppress(OSError):
+                text = (common.PROC / pid / "status").read_text(encoding="utf-8", errors="replace")
+                found += [int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon:")]
+    return sum(found) / 1024 if found else None
 
 
 def folder_of(name: str) -> Path:

@@ -15,6 +15,7 @@ ignores-term     does not end when asked
 hangs-after      answers 8 requests, then none, while /health stays right
 long-prefill     one prompt takes 12 s, in which only the count of computed batches moves
 floods           writes 20,000 numbered lines to its log as fast as it can
+grows            keeps 8 MiB of each request
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 WAYS = (
-    "well slow-start wrong-name lies crash-loop exits-0 leaks-shm ignores-term hangs-after long-prefill floods"
+    "well slow-start wrong-name lies crash-loop exits-0 leaks-shm ignores-term hangs-after long-prefill floods grows"
 ).split()
 SLOW_START_S = 6.0
 GOOD_REQUESTS = 8
@@ -40,6 +41,7 @@ PREFILL_BATCHES = 12
 PREFILL_MARK = "a-very-long-prompt"
 FLOOD_LINES = 20_000
 LEAKED_BYTES = 8 * 1024 * 1024
+KEPT_BYTES = 8 * 1024 * 1024
 
 
 class State:
@@ -48,6 +50,7 @@ class State:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.requests = self.tokens = self.running = self.steps = 0
+        self.kept: list[bytes] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -85,6 +88,8 @@ class Handler(BaseHTTPRequestHandler):
             prompt = body["messages"][-1]["content"]
             if self.how == "lies" or (self.how == "hangs-after" and number > GOOD_REQUESTS):
                 threading.Event().wait()
+            if self.how == "grows":
+                state.kept.append(b"x" * KEPT_BYTES)
             if self.how == "long-prefill" and PREFILL_MARK in prompt:
                 prefill(state)
             while self.how == "long-prefill" and state.running > 1 and PREFILL_MARK not in prompt:

@@ -10,6 +10,7 @@ node's.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from bringup import ROOT, lab
 from bringup.planned import HostPlan, Plan, Service
-from bringup.rolevars import engine_service, log_rotation
+from bringup.rolevars import engine_service, log_rotation, scheduled_restart
 from tests.molecule import servers
 
 NODE = "engines-table"
@@ -37,6 +38,8 @@ STOP_LIMIT_S = 3
 PROBE_LIMIT_S = 2
 WATCH_S = 1
 PREFILL_S = 16
+FLOOD_LINES = 20_000
+KEPT_LOGS = 2
 STALL_S = 6
 """Less than the stand-in's long prefill takes: only its batches tell that from a hang."""
 PROBES_S = 3 * (WATCH_S + PROBE_LIMIT_S) + 10
@@ -45,8 +48,19 @@ HANG_BLIND_S = PREFILL_S + PROBES_S
 BLIND = "hangs-after/blind", "long-prefill/blind"
 """The same stand-ins, of whose metrics no count of batches is known."""
 
+HISTORY = "/var/lib/bringup/restarts/bringup-words.history.jsonl"
 CACHE = "/var/cache/bringup/words"
 LOCK = f"{CACHE}/.cache/torch_extensions/some/kernels/lock"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What must be seen of a stand-in within which time, how it is tried, and what its service has of its own."""
+
+    must: str
+    limit_s: float
+    act: Callable[[Node], str]
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,11 @@ class Node:
         data: dict[str, Any] = json.loads(self.sh("cat /var/lib/bringup/starts/bringup-words.json"))
         return data
 
+    def restarts(self) -> list[dict[str, Any]]:
+        """The history of restarts, refused ones too."""
+        lines = self.sh(f"cat {HISTORY} 2>/dev/null || true").splitlines()
+        return [json.loads(line) for line in lines]
+
 
 @contextmanager
 def node(name: str = NODE) -> Iterator[Node]:
@@ -170,15 +189,16 @@ def install(made: Node, way: str, **changes: Any) -> None:
     """What the roles would bring, through the code of their modules."""
     host = HostPlan("node", (), "cpu", "x86_64", (service(way, **changes),), (), ())
     plan = Plan("table", (host,), (), "digest")
-    logs, engine = log_rotation.variables(host, plan), engine_service.variables(host, plan)
-    entries = {
-        entry["path"]: _filled(entry)
-        for entry in [*logs["log_rotation_files"], *engine["engine_service_files"]]
-    }
+    roles = (log_rotation, engine_service, scheduled_restart)
+    given = {name: value for role in roles for name, value in role.variables(host, plan).items()}
+    files, units = (
+        [item for name, value in given.items() if name.endswith(kind) for item in value]
+        for kind in ("_files", "_units")
+    )
+    entries = {entry["path"]: _filled(entry) for entry in files}
     stand_in = (ROOT / "tests/engines/misbehave.py").read_text(encoding="utf-8")
     path = "/opt/bringup/lib/misbehave.py"
     entries[path] = {"path": path, "content": stand_in}
-    units = [*logs["log_rotation_units"], *engine["engine_service_units"]]
     made.sh("rm -rf /root/bringup && mkdir /root/bringup")
     made.engine.run("cp", str(ROOT / "bringup/node"), f"{made.name}:/root/bringup/node")
     code = (
@@ -278,11 +298,17 @@ def crash_loop(made: Node) -> str:
 
 
 def exits_0(made: Node) -> str:
-    """It ends by itself with 0: started again, and kept as a crash."""
+    """It ends by itself with 0: started again, and kept as a crash, also when its log has been cut since."""
     up(made)
     seen = comes_back(made, lambda: None, 25)
-    kept = made.sh("ls /var/lib/bringup/crashes/bringup-words | wc -l")
-    return f"{seen}, {kept} crash kept" if int(kept) >= 1 else "not kept as a crash"
+    for _ in range(KEPT_LOGS + 2):
+        cut = "readlink /var/log/bringup/words/engine.log"
+        old = made.sh(f"{cut}; echo another line > /run/bringup/log/words; systemctl reload bringup-log-words")
+        made.until(functools.partial(lambda old: made.sh(cut) != old, old), 20)
+    kept = made.sh("python3 /opt/bringup/lib/trail.py words --show")
+    return (
+        f"{seen}, end of its log kept" if "stand-in: model loaded" in kept else f"not kept as a crash: {kept}"
+    )
 
 
 def leaks(made: Node) -> str:
@@ -333,30 +359,130 @@ def floods(made: Node) -> str:
     return "20000 lines, each once" if lines == "20000" and made.answers() else f"not all lines: {lines}"
 
 
-CASES: Mapping[str, tuple[str, float, Callable[[Node], str]]] = {
-    "well": ("serves", 15, well),
-    "well/after-a-crash": ("what a run by hand and a killed build left is swept", 20, swept),
-    "well/no-cache": ("refused by name", 15, no_cache),
-    "slow-start": ("active only with a token", 25, slow_start),
-    "wrong-name": ("refused, both names said", 30, lambda made: fails(made, "it serves another, not words")),
-    "lies": (
-        "refused: no token in time",
-        35,
-        lambda made: fails(made, f"no real token within {START_LIMIT_S} s"),
+def limited(made: Node) -> str:
+    """No more lines than allowed, and each of the rest is counted."""
+    up(made)
+    log = "zcat -f /var/log/bringup/words/engine-*"
+    ended = f"{log} | grep -q 'lines were dropped' && {log} | grep -c '^flood 19999$' || true"
+    made.until(lambda: made.sh(ended) in ("0", "1"), 30)
+    time.sleep(2)
+    written = int(made.sh(f"{log} | grep -c '^flood '"))
+    dropped = sum(
+        map(int, made.sh(f"{log} | sed -n 's/^bringup: \\([0-9]*\\) lines were dropped.*/\\1/p'").split())
+    )
+    whole = written < FLOOD_LINES <= written + dropped
+    return (
+        f"{written} written, {dropped} counted"
+        if whole and made.answers()
+        else f"not all: {written}, {dropped}"
+    )
+
+
+def drifts(made: Node) -> str:
+    """Restarted once, with the figures as its reason; then left alone, which is said."""
+    up(made)
+    made.until(lambda: any(row["outcome"] == "done" for row in made.restarts()), 60)
+    reason = str(made.restarts()[-1]["reason"])
+    said = "journalctl -u bringup-watch-words --no-pager -o cat | grep -c 'is left alone' || true"
+    made.until(lambda: made.sh(said) != "0", 60)
+    done = [row["outcome"] for row in made.restarts()]
+    return (
+        reason
+        if done == ["done"] and reason.startswith("drift: its memory")
+        else f"not once: {done}, {reason}"
+    )
+
+
+def refused(made: Node, before: str, text: str) -> str:
+    """A restart by schedule does nothing and says why."""
+    up(made)
+    made.sh(before)
+    old = made.show("MainPID"), made.show("ActiveState")
+    made.sh("systemctl start bringup-restart-words || true")
+    last = made.restarts()[-1]
+    same = (made.show("MainPID"), made.show("ActiveState")) == old
+    good = same and last["outcome"] == "refused" and text in last["why"]
+    return f"refused: {last['why']}" if good else f"not refused as it must be: {same}, {last}"
+
+
+def busy(made: Node) -> str:
+    """It waits for a quiet moment, not for ever, and then for the request in flight."""
+    up(made)
+    old = made.show("MainPID")
+    body = json.dumps({"model": "words", "messages": [{"role": "user", "content": "a-very-long-prompt"}]})
+    ask = f"curl -s -m 60 -o /dev/null -w '%{{http_code}}' -d {shlex.quote(body)}"
+    made.sh(f"rm -f /root/code; {ask} http://127.0.0.1:{PORT}/v1/chat/completions > /root/code 2>/dev/null &")
+    made.until(
+        lambda: made.sh(f"curl -s http://127.0.0.1:{PORT}/metrics | grep running") == "standin:running 1", 10
+    )
+    made.sh("systemctl start --no-block bringup-restart-words")
+    waits = "cat /run/bringup/restarting/words.json 2>/dev/null || true"
+    made.until(lambda: "a quiet moment" in made.sh(waits), 10)
+    made.until(lambda: "requests in flight" in made.sh(waits), 20)
+    made.until(lambda: bool(made.restarts()), 40)
+    last, code = made.restarts()[-1], made.sh("cat /root/code")
+    new = made.show("MainPID") not in (old, "0")
+    good = new and code == "200" and last["cut_requests"] == 0 and last["refused_new"]
+    waited = ", ".join(f"{one['seconds']:.0f} s for {one['for']}" for one in last["waits"])
+    return f"waited {waited}; none cut" if good else f"not as it must be: {new}, {code}, {last}"
+
+
+ALWAYS = ["00:00-24:00"]
+CASES: Mapping[str, Case] = {
+    "well": Case("serves", 15, well),
+    "well/after-a-crash": Case("what a run by hand and a killed build left is swept", 20, swept),
+    "well/no-cache": Case("refused by name", 15, no_cache),
+    "well/stopped": Case(
+        "stays stopped when its schedule comes",
+        15,
+        lambda made: refused(made, "systemctl stop bringup-words", "it is inactive"),
     ),
-    "crash-loop": ("given up after 5 starts, with the engine's last words", 60, crash_loop),
-    "exits-0": ("started again, end of the log kept", 40, exits_0),
-    "leaks-shm": ("started again, child and memory gone", 30, leaks),
-    "ignores-term": ("stopped after the stop limit", 25, ignores_term),
-    "hangs-after": ("found by the watchdog while others wait, started again", HANG_S + 30, hangs),
-    "hangs-after/blind": (
+    "well/not-now": Case(
+        "not restarted outside of its hours",
+        15,
+        lambda made: refused(made, "true", "not within a week"),
+        {"restart": {"calendar": "daily", "never": ALWAYS, "hours_wait_s": 60}},
+    ),
+    "slow-start": Case("active only with a token", 25, slow_start),
+    "wrong-name": Case(
+        "refused, both names said", 30, lambda made: fails(made, "it serves another, not words")
+    ),
+    "lies": Case(
+        "refused: no token in time", 35, lambda made: fails(made, f"no real token within {START_LIMIT_S} s")
+    ),
+    "crash-loop": Case("given up after 5 starts, with the engine's last words", 60, crash_loop),
+    "exits-0": Case(
+        "started again, end of the log kept, also when it was cut since",
+        45,
+        exits_0,
+        {"logs": {"keep": KEPT_LOGS}},
+    ),
+    "leaks-shm": Case("started again, child and memory gone", 30, leaks),
+    "ignores-term": Case("stopped after the stop limit", 25, ignores_term),
+    "hangs-after": Case("found by the watchdog while others wait, started again", HANG_S + 30, hangs),
+    "hangs-after/blind": Case(
         "the same, though no metric moves within a prefill",
         HANG_BLIND_S + 30,
         lambda made: hangs(made, HANG_BLIND_S),
     ),
-    "long-prefill": ("left alone, though longer than a stall", 45, long_prefill),
-    "long-prefill/blind": ("left alone", 45, long_prefill),
-    "floods": ("no line lost or doubled, serves", 45, floods),
+    "long-prefill": Case("left alone, though longer than a stall", 45, long_prefill),
+    "long-prefill/blind": Case("left alone", 45, long_prefill),
+    "long-prefill/restart": Case(
+        "restarted after a limited wait, its request answered first",
+        45,
+        busy,
+        {"restart": {"calendar": "daily", "postpone_s": 3, "drain_s": 30}},
+    ),
+    "floods": Case("no line lost or doubled, serves", 45, floods),
+    "floods/limited": Case(
+        "as many lines as allowed, the rest counted", 45, limited, {"logs": {"lines_per_s": 100}}
+    ),
+    "grows": Case(
+        "restarted once for its drift, then left alone",
+        90,
+        drifts,
+        {"restart": {"drift": {"memory_ratio": 1.5, "for_s": 2}}},
+    ),
 }
 
 
@@ -373,16 +499,21 @@ def left_behind(made: Node) -> str:
 
 def try_one(made: Node, way: str) -> Row:
     """One row of the table."""
-    must, limit_s, case = CASES[way]
-    install(made, way)
-    made.sh("rm -rf /var/lib/bringup/crashes/bringup-words /var/lib/bringup/services/words/*")
+    case = CASES[way]
+    # Each begins with nothing of the one before it.
+    kept = "/var/lib/bringup/crashes /var/lib/bringup/restarts /var/lib/bringup/services/words /var/log/bringup/words"
+    made.sh(
+        "systemctl stop bringup-log-words.socket bringup-log-words 2>/dev/null;"
+        f" find {kept} -type f -delete 2>/dev/null || true"
+    )
+    install(made, way, **case.changes)
     began = time.monotonic()
     try:
-        seen = case(made)
+        seen = case.act(made)
     except RuntimeError as error:
         seen = f"not as it must be: {error}"
     seconds = time.monotonic() - began
-    return Row(way, must, limit_s, seen, seconds, left_behind(made))
+    return Row(way, case.must, case.limit_s, seen, seconds, left_behind(made))
 
 
 def main(words: list[str]) -> int:

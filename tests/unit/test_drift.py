@@ -79,6 +79,20 @@ def test_memory_is_what_is_no_cache_of_files(tmp_path: Path) -> None:
     assert drift.memory_mib("/system.slice/nowhere.service", tmp_path) is None
 
 
+def test_where_the_kernel_does_not_count_by_group_its_processes_own_memory_is_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cgroup.procs").write_text("7\n8\n9\n")
+    monkeypatch.setattr(common, "PROC", tmp_path / "proc")
+    for pid, own in (("7", 3 * 1024), ("8", 1024)):
+        (tmp_path / "proc" / pid).mkdir(parents=True)
+        text = f"VmRSS:\t  999999 kB\nRssAnon:\t  {own} kB\nRssFile:\t  5 kB\n"
+        (tmp_path / "proc" / pid / "status").write_text(text)
+    assert drift.memory_mib("/", tmp_path) == 4.0, "and one that has just ended counts nothing"
+    (tmp_path / "cgroup.procs").write_text("")
+    assert drift.memory_mib("/", tmp_path) is None
+
+
 def test_this_machines_own_control_group_can_be_read_or_is_not_known() -> None:
     found = drift.memory_mib("/")
     assert found is None or found >= 0
