@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, lab, plan, preflight, surroundings, twins
+from bringup import ROOT, commandline, lab, plan, preflight, surroundings, twins
 from bringup.errors import UsageError
 from bringup.node import contents, facts
 from bringup.planned import HostPlan, Plan
@@ -261,6 +261,29 @@ def test_two_inventories_have_twins_at_once_and_keep_them(
     assert names("one", "a", "b", "c") == {"a": "twin-01", "b": "twin-02", "c": "twin-04"}
     assert names("one", "c") == {"c": "twin-04"}
     assert names("two", "a", "b") == {"a": "twin-03", "b": "twin-01"}
+
+
+def test_a_twin_runs_as_it_does_until_it_is_asked_to_run_as_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "FOLDER", tmp_path)
+    assert [one.arch for one in twins.assigned("one", ["a", "b"])] == ["amd64", "amd64"]
+    real = twins.assigned("one", ["a", "b"], {"a": "arm64"})
+    assert [one.arch for one in real] == ["arm64", "amd64"]
+    folder = tmp_path / "one-twins"
+    rows = {one.host: {"twin": one.name, "arch": one.arch} for one in real}
+    twins.write(folder / twins.MARK, json.dumps({"of": "one", "hosts": rows}).encode())
+    assert twins.assigned("one", ["a", "b"]) == real
+
+
+def test_twins_are_asked_for_on_any_command_line() -> None:
+    words = ["provision", "--twins", "--inventory", "x", "--fault", "a", "--fault=b@h"]
+    assert commandline.without_twins(words) == (["provision", "--inventory", "x"], "", ["a", "b@h"])
+    assert commandline.without_twins(["check", "--twins=real-arch"]) == (["check"], "real-arch", [])
+    assert commandline.without_twins(["check"]) == (["check"], None, [])
+    for wrong in (["check", "--twins=arm64"], ["check", "--fault", "a"], ["check", "--twins", "--fault"]):
+        with pytest.raises(UsageError):
+            commandline.without_twins(wrong)
 
 
 def test_when_the_addresses_are_used_up_it_is_said_by_whom(
