@@ -24,6 +24,7 @@ from bringup.node.common import NoAnswer, Refusal
 
 LOGS = Path("/var/log/bringup")
 CRASHES = Path("/var/lib/bringup/crashes")
+RESTARTS = Path("/var/lib/bringup/restarts")
 PROBE_PROMPT = "Say one word."
 JOURNAL_AROUND_S = 60
 JOURNAL_LINES = 60
@@ -71,7 +72,7 @@ def status(name: str, limit_s: float) -> dict[str, Any]:
         last_restart=_last_start(unit),
         next_restart=_moment(times["NextElapseUSecRealtime"]),
         log_bytes=log_bytes(name),
-        restart=restart_of(name),
+        restart=restart_of(name) or last_restart_of(service["unit"]),
         drained=common.drained(name),
     )
     if row["state"] != "active":
@@ -175,6 +176,18 @@ def restart_of(name: str) -> str:
     if not waits or not (common.PROC / str(waits.get("pid"))).exists():
         return ""
     return f"its restart waits for {waits.get('for')} since {waits.get('since')}, at most until {waits.get('until')}"
+
+
+def last_restart_of(unit: str) -> str:
+    """What became of the last restart, when it came to nothing; empty: it was done, or there was none."""
+    try:
+        last = json.loads((RESTARTS / f"{unit}.history.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    if last.get("outcome") not in ("refused", "failed"):
+        return ""
+    what = "failed" if last["outcome"] == "failed" else "was refused"
+    return f"its last restart ({last.get('reason')}) {what} at {last.get('at')}: {last.get('why')}"
 
 
 def log_bytes(name: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bringup.node import common, drain, drift, lease, restart
+from bringup.node import common, drain, drift, lease, look, restart
 from bringup.node.common import Refusal
 
 GROUP = "lab/words"
@@ -472,6 +472,24 @@ def test_a_restart_that_is_told_to_end_while_it_waits_has_done_nothing_and_has_n
     assert not (node["folder"] / "waiting" / "words.json").exists()
     rows = (node["folder"] / "restarts" / "bringup-words.history.jsonl").read_text().splitlines()
     assert [json.loads(row)["why"] for row in rows] == ["it was told to end"]
+
+
+def test_status_says_that_the_last_restart_came_to_nothing_until_one_is_done(
+    node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "RESTARTS", node["folder"] / "restarts")
+    assert look.last_restart_of("bringup-words") == ""
+    node["fails"] = "no real token within 60 s"
+    restart.run(options(reason="schedule"))
+    said = look.last_restart_of("bringup-words")
+    assert said.startswith("its last restart (schedule) failed at 20")
+    assert said.endswith(": no real token within 60 s")
+    with restart.only_one("words"):
+        restart.run(options(reason="schedule"))
+    assert "was refused" in look.last_restart_of("bringup-words")
+    node["fails"] = ""
+    restart.run(options(reason="schedule"))
+    assert look.last_restart_of("bringup-words") == ""
 
 
 def test_a_restart_for_drift_has_the_watchdogs_numbers_as_its_reason(
