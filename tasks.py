@@ -63,6 +63,7 @@ def _extra(pairs: Sequence[str]) -> dict[str, str]:
         "tags": "only these roles, separated by commas",
         "skip_tags": "all but these roles",
         "check": "show what would change, with diffs, and change nothing (exit 6: something would)",
+        "full": "play all roles on all hosts, also those that are as they were left (--check does that anyway)",
         "extra": "a variable for the playbook, KEY=VALUE; can be repeated",
         "fail_fast": "stop on all hosts at the first that fails (default: the others go on)",
         "resume": RESUME,
@@ -81,6 +82,7 @@ def provision(
     tags: str | None = None,
     skip_tags: str | None = None,
     check: bool = False,
+    full: bool = False,
     fail_fast: bool = False,
     resume: str = "",
     outside_window: str = "",
@@ -101,6 +103,7 @@ def provision(
         force_unlock=force_unlock,
         outside_window=outside_window,
         resume=resume,
+        trusting=not full,
         after=playbook.ask_servers,
     )
     _end(report.show_run(record, as_json=json, brief=not check))
@@ -113,6 +116,16 @@ def check(c: Context, inventory: str, limit: str | None = None, json: bool = Fal
 
     record = playbook.run("provision", inventory, name="check", limit=limit, check=True)
     _end(report.show_run(record, as_json=json))
+
+
+@task(positional=[], help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
+def drift(c: Context, inventory: str, limit: str | None = None, json: bool = False) -> None:
+    """Show at a glance what is not as provisioning left it, one look at each node (exit 6: something is not)."""
+    from bringup import report, sealcheck
+
+    rows = sealcheck.drift(inventory, limit)
+    report.show_drift(rows, inventory, as_json=json)
+    _end(sealcheck.drift_exit(rows))
 
 
 @task(help={"inventory": INVENTORY, "limit": LIMIT, "json": JSON})
@@ -874,6 +887,7 @@ def _collection(name: str, *tasks: Any) -> Collection:
 ns = Collection(
     provision,
     check,
+    drift,
     preflight,
     plan,
     status,

@@ -55,7 +55,7 @@ class RoleOutcome:
 @dataclass(frozen=True)
 class HostOutcome:
     """One host: numbers of results (one that changed something is `ok` too, as Ansible counts), its roles,
-    and whether it came to its end (`done`).
+    and whether it came to its end (`done`). `sealed`: roles that were found as they were left and not played.
     """
 
     ok: int = 0
@@ -65,6 +65,7 @@ class HostOutcome:
     unreachable: bool = False
     done: bool = False
     roles: Mapping[str, RoleOutcome] = field(default_factory=dict)
+    sealed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,7 @@ def message_of(result: Mapping[str, Any]) -> str:
         if isinstance(said, str) and said.strip() and said.strip() not in parts[0]:
             parts.append(said.strip())
     for item in _item_results(result):
-        if item.get("failed"):
+        if item.get("failed") or item.get("unreachable"):
             parts.append(f"{_item_label(item)}: {message_of(item)}")
     words = "\n".join(part for part in parts if part) or json.dumps(dict(result), default=str)
     return redact.text(words)[:MESSAGE_CHARS_KEPT]

@@ -180,11 +180,12 @@ def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[s
     return rows
 
 
-def script(request: Mapping[str, Any]) -> str:
-    """One Python program that needs nothing on the node: the two modules, and the request as data."""
+def script(request: Mapping[str, Any], modules: Sequence[str] = ("common", "look")) -> str:
+    """One Python program that needs nothing on the node: some modules, the request as data, and the call of the last
+    module's `main`."""
     folder = ROOT / "bringup" / "node"
     parts = ["import sys, types, json"]
-    for name in ("common", "look"):
+    for name in modules:
         source = (folder / f"{name}.py").read_text(encoding="utf-8")
         parts.append(
             f"for name in ('bringup', 'bringup.node', 'bringup.node.{name}'):\n"
@@ -193,7 +194,8 @@ def script(request: Mapping[str, Any]) -> str:
             f"sys.modules['bringup.node'].{name} = sys.modules['bringup.node.{name}']\n"
             f"exec(compile({source!r}, '{name}.py', 'exec'), sys.modules['bringup.node.{name}'].__dict__)"
         )
-    parts.append(f"sys.modules['bringup.node.look'].main(json.loads({json.dumps(dict(request))!r}))\n")
+    called = f"sys.modules['bringup.node.{modules[-1]}'].main"
+    parts.append(f"{called}(json.loads({json.dumps(dict(request))!r}))\n")
     return "\n".join(parts)
 
 

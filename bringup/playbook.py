@@ -18,14 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, fleet, lock, progress, redact, runs
+from bringup import ROOT, events, fleet, lock, progress, redact, runs, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.planned import Plan
@@ -52,7 +52,9 @@ After = Callable[[Plan, events.Outcome, str], tuple[Mapping[str, Any], ...]]
 
 @dataclass(frozen=True)
 class Job:
-    """What ansible-playbook is asked to do; paths are absolute."""
+    """What ansible-playbook is asked to do; paths are absolute. `trusting`: what a node finds as it was left by an
+    earlier run is not played again.
+    """
 
     playbook: Path
     inventory: Path
@@ -62,6 +64,7 @@ class Job:
     check: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     forks: int | None = None
+    trusting: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ class Played:
     ended: bool
     interrupted: bool
     output: tuple[str, ...] = ()
+
+
+NOTHING_PLAYED = Played("successful", events.Outcome(), ended=True, interrupted=False)
 
 
 def run(
@@ -91,6 +97,7 @@ def run(
     outside_window: str = "",
     resume: str = "",
     locked: bool = False,
+    trusting: bool = False,
     view: progress.Progress | None = None,
     after: After | None = None,
 ) -> runs.RunRecord:
@@ -99,8 +106,9 @@ def run(
     `name` is how the run is called (default: the playbook). `after` is called when everything succeeded and
     gives what servers answered, for the record. `locked`: the caller holds the inventory's lock.
     `outside_window`: why nodes are changed outside of their windows; `resume`: an earlier run of the same,
-    whose finished hosts are left out. Raises UsageError with every problem of intent or catalog (before any
-    node is contacted) and Locked.
+    whose finished hosts are left out. `trusting`: roles that a node finds as they were left are not played (never in
+    check mode, which shows what Ansible itself says). Raises UsageError with every problem of intent or catalog
+    (before any node is contacted) and Locked.
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
@@ -112,7 +120,8 @@ def run(
     left = remaining(plan, playbook, limit, resume) if resume else limit
     more: dict[str, Any] = {"run_outside_window": outside_window} if outside_window else {}
     more |= {"run_force_unlock": True} if force_unlock else {}
-    job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more})
+    trusting = trusting and not check
+    job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more}, trusting=trusting)
     name = name or playbook.removeprefix("runbooks/")
     arguments = {
         "playbook": playbook,
@@ -124,6 +133,7 @@ def run(
         "extra": dict(extra or {}),
         "outside_window": outside_window,
         "resume": resume,
+        "full": not trusting,
     }
     try:
         with (
@@ -150,8 +160,10 @@ def _recorded(
     outcome, code, more = events.Outcome(), Exit.INTERNAL, dict[str, Any]()
     try:
         prepare(plan, job, seen)
-        played = play(job, record.folder, seen, caught)
-        outcome, code = played.outcome, code_of(played, check=job.check)
+        left = look_at_seals(record, job, plan, seen)
+        played = play(left.job, record.folder, seen, caught) if left.job else NOTHING_PLAYED
+        outcome = with_sealed(played.outcome, left)
+        code = code_of(played, check=job.check) if left.job else Exit.DONE
         if code is Exit.INTERNAL and not outcome.errors:
             more["errors"] = tuple(played.output[-20:])
         try:
@@ -271,6 +283,80 @@ def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
         from bringup import lab
 
         lab.up(hosts, say=seen.note)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of a job (None: nothing), the roles by host that were found as they were left, and what to say."""
+
+    job: Job | None
+    sealed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.Progress) -> Left:
+    """Asks every node how its seals hold, and leaves out of the job what need not be played.
+
+    What the nodes are to be sealed with afterwards is put beside the record.
+    """
+    from bringup import sealcheck
+
+    if job.check:
+        return Left(job)
+    names = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
+    wanted = {
+        host: {role: digest for role, digest in roles.items() if _is_selected(role, job)}
+        for host, roles in sealcheck.inputs(plan, str(job.inventory), job.extra).items()
+        if host in names
+    }
+    if job.playbook != playbook_path("provision"):
+        # Of a runbook's roles those are sealed that recorded something, unless it plays all of them.
+        all_of_them = "import_playbook: ../provision.yml" in job.playbook.read_text(encoding="utf-8")
+        seal.write_run(record.folder, wanted, wanted if all_of_them else {})
+        return Left(job)
+    if not job.trusting:
+        seal.write_run(record.folder, wanted, wanted)
+        return Left(job)
+    with progress.waiting("looking at the seals of the nodes", seen):
+        verdicts = sealcheck.verdicts(str(job.inventory), names)
+    due = seal.due(verdicts, wanted)
+    seal.write_run(record.folder, wanted, due)
+    sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}
+    return Left(_narrowed(job, due, sealed), sealed, seal.notes(verdicts, due))
+
+
+def _is_selected(role: str, job: Job) -> bool:
+    """Do the run's tags pick this role?"""
+    only, without = (set(filter(None, (text or "").split(","))) for text in (job.tags, job.skip_tags))
+    return (not only or bool(only & {role, "all"})) and role not in without
+
+
+def _narrowed(job: Job, due: Mapping[str, Any], sealed: Mapping[str, Sequence[str]]) -> Job | None:
+    """The job for hosts and roles that are due only; None when none is."""
+    hosts = [host for host, roles in due.items() if roles]
+    if not hosts:
+        return None
+    played = dict.fromkeys(role for host in hosts for role in due[host])
+    spared: dict[str, list[str]] = {}
+    for host in hosts:
+        for role in sealed[host]:
+            spared.setdefault(role, []).append(host)
+    everything = not any(sealed[host] for host in hosts)
+    limit = job.limit if len(hosts) == len(due) else ",".join(hosts)
+    tags = job.tags if everything else ",".join(played)
+    return dataclasses.replace(job, limit=limit, tags=tags, extra={**job.extra, "provision_sealed": spared})
+
+
+def with_sealed(outcome: events.Outcome, left: Left) -> events.Outcome:
+    """The outcome with what was found sealed; a host on which nothing was played is done."""
+    hosts = {
+        name: dataclasses.replace(outcome.hosts[name], sealed=roles)
+        if name in outcome.hosts
+        else events.HostOutcome(done=True, sealed=roles)
+        for name, roles in left.sealed.items()
+    }
+    notes = (*left.notes, *outcome.notes)
+    return dataclasses.replace(outcome, hosts={**outcome.hosts, **hosts}, notes=notes)
 
 
 def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None = None) -> Played:

@@ -39,6 +39,7 @@ CHANGES_SHOWN = 30
 FAILURES_SHOWN = 20
 STYLES = {
     "done": "green",
+    "sealed": "green",
     "changed": "yellow",
     "failed": "red",
     "unreachable": "red",
@@ -103,7 +104,7 @@ def _table(record: RunRecord) -> Any:
     table = Table(box=None, padding=(0, 2), header_style="bold")
     table.add_column("host")
     table.add_column("state")
-    for name in ("ok", "changed", "failed", "skipped", "time"):
+    for name in ("ok", "changed", "failed", "skipped", "sealed", "time"):
         table.add_column(name, justify="right")
     for name, host in record.hosts.items():
         state = state_of(name, host, record)
@@ -114,6 +115,7 @@ def _table(record: RunRecord) -> Any:
             str(host.changed),
             str(host.failed),
             str(host.skipped),
+            str(len(host.sealed)),
             elapsed(sum(role.seconds for role in host.roles.values())),
         )
     return table
@@ -133,7 +135,7 @@ def state_of(name: str, host: HostOutcome, record: RunRecord) -> str:
         return "refused" if roles == {"preflight"} else "failed"
     if host.changed:
         return "pending" if record.arguments.get("check") else "changed"
-    return "done"
+    return "sealed" if host.sealed and not host.roles else "done"
 
 
 def _show_changes(record: RunRecord, out: Console) -> None:
@@ -251,6 +253,46 @@ def table(out: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -
     for row in rows:
         shown.add_row(*(value if isinstance(value, Text) else Text(str(value)) for value in row))
     out.print(shown)
+
+
+def show_drift(rows: Sequence[Mapping[str, Any]], inventory: str, *, as_json: bool = False) -> None:
+    """What is not as it was left, host by host and role by role, and what brings it back."""
+    if as_json:
+        print_json({"inventory": inventory, "hosts": list(rows)})
+        return
+    out = console()
+    found = [line for row in rows for line in _drift_lines(row)]
+    if found:
+        table(out, ("host", "role", "what", "expected", "found"), found)
+    bad = [row for row in rows if not row["reached"] or row["due"]]
+    names = ",".join(str(row["host"]) for row in bad)
+    out.print(f"{len(rows) - len(bad)} of {len(rows)} hosts are as they were left", markup=False)
+    if bad:
+        limit = f" --limit {names}" if len(bad) < len(rows) else ""
+        out.print(f"Next: invoke provision --inventory {inventory}{limit}", markup=False)
+
+
+def _drift_lines(row: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
+    """Rows of the table: what differs, else why a role would be played."""
+    host = row["host"]
+    if not row["reached"]:
+        yield (host, "-", row["why"], "an answer", "none")
+    for one in row["differs"]:
+        yield (
+            host,
+            one["role"],
+            f"{one['what']}: {one['field']}",
+            _plain(one["expected"]),
+            _plain(one["found"]),
+        )
+    told = {one["role"] for one in row["differs"]}
+    for role, reasons in row["due"].items():
+        if role not in told:
+            yield (host, role, reasons[0], "as it was left", "to be played")
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value) or "none"
 
 
 def show_findings(record: RunRecord, *, as_json: bool = False) -> None:

@@ -122,7 +122,7 @@ def from_data(data: Mapping[str, Any], where: str = "record") -> RunRecord:
 
 def _host(data: Mapping[str, Any]) -> HostOutcome:
     roles = {name: RoleOutcome(**role) for name, role in data.get("roles", {}).items()}
-    return HostOutcome(**{**data, "roles": roles})
+    return HostOutcome(**{**data, "roles": roles, "sealed": tuple(data.get("sealed", ()))})
 
 
 def begin(

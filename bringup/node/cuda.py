@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import libraries, place
+from . import libraries, place, seal
 from .undo import run
 
 ROLE = "cuda_runtime"
@@ -408,6 +408,17 @@ def environment_file(variables: Mapping[str, str]) -> str:
     return "".join(f'{name}="{value}"\n' for name, value in sorted(variables.items()))
 
 
+def _basis(home: str, homes: Sequence[str]) -> list[dict[str, Any]]:
+    """What was decided by: which toolkits there are, what the loader finds, and the driver that runs."""
+    names = [*TOOLKITS, *homes]
+    rows: list[dict[str, Any]] = [
+        {"kind": "listing", "name": name, "paths": None, "basis": True} for name in names
+    ]
+    rows.append(seal.path_row("/etc/ld.so.cache", "file", sha256=None, basis=True))
+    rows.append({"kind": "driver", "name": "", "runs": None, "basis": True})
+    return rows
+
+
 def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     """Links, the servers' environment, and a smoke check.
 
@@ -440,9 +451,13 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         else:
             entries += [{"path": path, "state": "absent"} for path in (part, file)]
     placed = place.apply(entries, check_only, ROLE)
+    if not check_only:
+        seal.claim(_basis(toolkit.home if toolkit else "", given["homes"]))
     has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and "libcuda.so.1" in libraries.loaded()
     answer = smoke(bool(given["bandwidth"])) if given["check_gpus"] and has_gpus else {}
     problems = list(complaints(answer, given["expected"])) if answer else []
+    if has_gpus and not check_only:
+        seal.claim([{"kind": "gpus", "name": "that the driver shows", "count": given["expected"]["gpus"]}])
     timed: dict[str, Any] = {}
     if answer and given["bandwidth"] and not check_only:
         timed = timed_by_tool([f"{toolkit.home}/{name}" for name in TOOL_FOLDERS] if toolkit else [])

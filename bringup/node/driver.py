@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import common, facts, packages, place, undo, units
+from . import common, facts, packages, place, seal, undo, units
 from .files import write_atomic
 
 ROLE = "nvidia_driver"
@@ -506,6 +506,8 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         undo.run(["systemctl", "daemon-reload"])
         for name in (PERSISTENCE, *([FABRIC] if wish.fabric else []), *given["units"]):
             done += _enable(name)
+    if not check_only:
+        seal.claim(_claims(wish, now, given, kernel))
     diff = [*placed["diff"], *([{"before": "", "after": "\n".join(done) + "\n"}] if done else [])]
     return {
         "changed": placed["changed"] or bool(done),
@@ -514,6 +516,25 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         "version": now.packaged or now.running,
         "diff": diff,
     }
+
+
+def _claims(wish: Wish, now: Now, given: Mapping[str, Any], kernel: str) -> list[dict[str, Any]]:
+    """What is to stay so: the driver that runs, its packages and their holds, its daemons, and the GPUs."""
+    names = names_of(given["packages"], now.packaged.partition(".")[0], kernel)
+    have = packages.versions()
+    kept = [
+        {"kind": "package", "name": name, "version": have[name], "held": True}
+        for name in names
+        if name in have
+    ]
+    daemons_of = (PERSISTENCE, *([FABRIC] if wish.fabric else []), *given["units"])
+    return [
+        *kept,
+        *(seal.unit_row(name, on=True, active=True) for name in daemons_of),
+        {"kind": "driver", "name": "that runs", "runs": now.packaged or now.running},
+        {"kind": "gpus", "name": "that the driver shows", "count": int(given["gpus"])},
+        {"kind": "kernel", "name": "that runs", "release": kernel, "basis": True},
+    ]
 
 
 def _enable(name: str) -> list[str]:

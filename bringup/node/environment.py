@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import conda, rattler_install
+from . import conda, rattler_install, seal
 from .files import locked, write_atomic
 from .inuse import in_use, users
 from .undo import Journal
@@ -31,6 +31,10 @@ from .undo import Journal
 MANIFEST = "bringup-environment.json"
 NAME_FILE = ".bringup-name"
 LOCK_FILE = "bringup-lock.txt"
+INSTALLER = "rattler_install.py"
+UNCOUNTED = (MANIFEST, INSTALLER)
+"""Files in an environment that are written after its content was noted."""
+
 SCHEMA_VERSION = 1
 
 BUILD_LIMIT_S = 3600
@@ -108,7 +112,14 @@ def is_ready(wanted: Wanted) -> bool:
     about = manifest(prefix)
     if about.get("digest") != wanted.digest or about.get("packages") != packages(prefix):
         return False
-    return _quiet([str(prefix / "bin" / "python"), "-c", ""]) == 0
+    if about.get("content", content := fingerprint(prefix)) != content:
+        return False
+    return _quiet([str(prefix / "bin" / "python"), "-B", "-c", ""]) == 0
+
+
+def fingerprint(prefix: Path) -> str:
+    """One digest of all that is in an environment, by names, rights, sizes and times."""
+    return seal.fingerprint(prefix, UNCOUNTED)
 
 
 def is_linked(wanted: Wanted) -> bool:
@@ -155,13 +166,41 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
         built = not is_ready(wanted)
         if built:
             build(wanted)
+        note_content(Path(wanted.prefix))
         switched = not is_linked(wanted)
         if switched:
             switch(Path(wanted.link), wanted.prefix)
         pruned = superseded(wanted)
         for path in pruned:
             remove(path)
+        seal.claim(_claims(wanted))
         return _outcome(wanted, built, switched, pruned)
+
+
+def note_content(prefix: Path) -> None:
+    """Completes the manifest with what is there; an environment from before that was done counts as it is found."""
+    about = manifest(prefix)
+    if "content" not in about:
+        about["content"] = fingerprint(prefix)
+        write_atomic(prefix / MANIFEST, json.dumps(about, indent=1, sort_keys=True) + "\n")
+
+
+def _claims(wanted: Wanted) -> list[dict[str, Any]]:
+    """What is to stay so: the whole environment, its manifest, the link, and the packages it was made with."""
+    prefix = Path(wanted.prefix)
+    digest = seal.sha256(prefix / MANIFEST)
+    rows = [
+        {"kind": "tree", "name": wanted.prefix, "but": UNCOUNTED, "content": fingerprint(prefix)},
+        seal.path_row(prefix / MANIFEST, "file", sha256=digest),
+    ]
+    if wanted.link:
+        rows.append(seal.path_row(wanted.link, "link", target=wanted.prefix))
+    names = seal.show_packages(wanted.packages)
+    return rows + [
+        {"kind": "package", "name": name, "version": version}
+        for name, (version, _) in names.items()
+        if version
+    ]
 
 
 def _remember(wanted: Wanted, paths: Sequence[Path] = (), trees: Sequence[str] = ()) -> None:
@@ -453,7 +492,7 @@ def with_rattler(wanted: Wanted, log: Log) -> None:
         role=wanted.role,
     )
     ensure(tool)
-    program = Path(tool.prefix) / "rattler_install.py"
+    program = Path(tool.prefix) / INSTALLER
     program.write_text(_source(rattler_install), encoding="utf-8")
     argv = [f"{tool.prefix}/bin/python", "-s", str(program), wanted.prefix, f"{wanted.cache}/rattler"]
     log.run([*argv, *map(str, files)], BUILD_LIMIT_S, "install the packages")

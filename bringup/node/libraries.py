@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from . import place
+from . import place, seal
 from .files import write_atomic
 from .undo import Journal, run
 
@@ -500,4 +500,14 @@ def apply(
         else:
             entries.append({"path": path, "state": "absent"})
     placed = place.apply(entries, check_only, role)
+    if not check_only:
+        seal.claim(_basis(known.values(), folders))
     return {**placed, "verdicts": verdicts}
+
+
+def _basis(verdicts: Iterable[Doctor], folders: Sequence[str]) -> list[dict[str, Any]]:
+    """What the verdicts were made of, beside the environments: the node's own libraries and those at hand."""
+    paths = sorted({os.path.realpath(path) for one in verdicts for path in one.system.values()})
+    rows = [seal.path_row(path, "file", sha256=None, basis=True) for path in paths]
+    wilds = [f"{folder}/{CXX}*" for folder in folders]
+    return rows + [{"kind": "listing", "name": wild, "paths": None, "basis": True} for wild in wilds]

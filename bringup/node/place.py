@@ -7,6 +7,7 @@ each file by one rename. Nothing is changed in check mode, and the differences a
 from __future__ import annotations
 
 import grp
+import hashlib
 import os
 import pwd
 import shutil
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import seal
 from .undo import Journal
 
 VALIDATE_LIMIT_S = 60
@@ -289,11 +291,29 @@ def apply(data: Sequence[Mapping[str, Any]], check_only: bool = False, undo: str
             Journal(undo).remember_paths(entry.path for entry in entries)
         for entry in changing:
             put(entry)
+        seal.claim(map(_claim, entries))
     return {
         "changed": bool(changes),
         "changed_paths": [change.path for _, change in changes],
         "diff": [_diff(change) for _, change in changes],
     }
+
+
+def _claim(entry: Entry) -> dict[str, Any]:
+    """What is to stay so, for the role's seal."""
+    if entry.state == "absent":
+        return seal.path_row(entry.path, "absent")
+    if entry.state == "link":
+        return seal.path_row(entry.path, "link", target=entry.target)
+    rights = {
+        "mode": int(entry.mode, 8),
+        "uid": number_of_user(entry.owner),
+        "gid": number_of_group(entry.group),
+    }
+    if entry.state == "directory":
+        return seal.path_row(entry.path, "directory", **rights)
+    content = entry.content.encode("utf-8", errors="surrogateescape")
+    return seal.path_row(entry.path, "file", **rights, sha256=hashlib.sha256(content).hexdigest())
 
 
 def _diff(change: Difference) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import common
+from . import common, seal
 
 PYTHON = "/usr/bin/python3"
 LIBRARY = Path("/opt/bringup/lib")
@@ -163,8 +163,21 @@ def apply(
                 _try(restart, service, starts, failed)
     if failed:
         raise ServersFailed("\n".join(failed))
+    if not check_only:
+        seal.claim(_claims(services))
     diff = {"before": "", "after": "\n".join(todo) + "\n"} if todo else {}
     return {"changed": bool(todo), "bringup_starts": starts, "due": due, "diff": diff}
+
+
+def _claims(services: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What is to stay so: each server runs from its definition on the disk, and there are no others."""
+    how = {"state": "active", "runs from": None, "due": ""}
+    rows = [
+        {"kind": "server", "name": f"{row['unit']}.service", "service": row["name"], **how}
+        for row in services
+    ]
+    described = sorted(str(SERVICES / f"{row['name']}.json") for row in services)
+    return [*rows, {"kind": "listing", "name": str(SERVICES / "*.json"), "paths": described}]
 
 
 def surplus(planned: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import packages, place, undo, units
+from . import packages, place, seal, undo, units
 
 CLOCK_UNITS = ("chrony", "chronyd", "ntpsec", "ntp", "ntpd", "systemd-timesyncd", "phc2sys")
 """Services that keep a clock right; one of them is enough."""
@@ -78,7 +78,19 @@ def kernel(values: Sequence[Value], journal: undo.Journal | None) -> tuple[list[
                 skipped.append({"name": value.name, "why": why})
             else:
                 done.append(f"{found.path}: {found.now} -> {value.value}")
+    if journal is not None:
+        seal.claim(row for value in values for row in _claims(value))
     return done, skipped
+
+
+def _claims(value: Value) -> list[dict[str, Any]]:
+    """What is to stay so: the value, or that it cannot be set here."""
+    rows: list[dict[str, Any]] = [{"kind": "listing", "name": value.path, "paths": None, "basis": True}]
+    for found in find(value):
+        if Path(found.path).exists():
+            row = {"kind": "value", "name": found.path, "basis": bool(found.why)}
+            rows.append({**row, "writable": False} if found.why else {**row, "value": value.value})
+    return rows
 
 
 def shm_bytes(wish: str) -> int:
@@ -98,15 +110,18 @@ def shared_memory(wish: str, journal: undo.Journal | None) -> tuple[list[str], l
     """Makes /dev/shm as big as wanted where it is smaller (`journal` None: check mode, it stays)."""
     if not wish:
         return [], []
-    size = undo.size_of(SHM)
-    if size >= shm_bytes(wish) * SHM_SLACK:
-        return [], []
+    size, least = undo.size_of(SHM), int(shm_bytes(wish) * SHM_SLACK)
+    done = []
+    if size < least:
+        done = [f"{SHM}: {size >> 20} MiB -> {wish}"]
+        if journal is not None:
+            journal.remember_size(SHM)
+            code, said = undo.run(["mount", "-o", f"remount,size={wish}", str(SHM)])
+            if code != 0:
+                return [], [{"name": str(SHM), "why": said}]
     if journal is not None:
-        journal.remember_size(SHM)
-        code, said = undo.run(["mount", "-o", f"remount,size={wish}", str(SHM)])
-        if code != 0:
-            return [], [{"name": str(SHM), "why": said}]
-    return [f"{SHM}: {size >> 20} MiB -> {wish}"], []
+        seal.claim([{"kind": "memory", "name": str(SHM), "bytes": least}])
+    return done, []
 
 
 def quiet(timers: Sequence[str], journal: undo.Journal | None) -> list[str]:
@@ -122,6 +137,8 @@ def quiet(timers: Sequence[str], journal: undo.Journal | None) -> list[str]:
             code, said = undo.run(["systemctl", "disable", "--now", name])
             if code != 0:
                 raise units.UnitsFailed(f"systemctl disable --now {name}: {said}")
+    if journal is not None:
+        seal.claim(seal.unit_row(name, on=False, active=False) for name in timers)
     return done
 
 
@@ -129,14 +146,20 @@ def clock(
     names: Sequence[str], journal: undo.Journal | None, limit_s: int
 ) -> tuple[list[str], list[dict[str, str]]]:
     """Installs a time service where none runs; a container has its host's clock."""
-    if not names or any(undo.unit_state(f"{unit}.service")[1] for unit in CLOCK_UNITS):
+    if not names:
         return [], []
-    if undo.run(["systemd-detect-virt", "--container", "--quiet"])[0] == 0:
-        return [], [{"name": "clock", "why": "a container has its host's clock"}]
+    services = [f"{unit}.service" for unit in CLOCK_UNITS]
+    done = []
+    if not any(undo.unit_state(service)[1] for service in services):
+        if undo.run(["systemd-detect-virt", "--container", "--quiet"])[0] == 0:
+            return [], [{"name": "clock", "why": "a container has its host's clock"}]
+        done = [f"install {' '.join(names)}"]
+        if journal is not None:
+            packages.refresh()
+            packages.install(names, journal, limit_s)
     if journal is not None:
-        packages.refresh()
-        packages.install(names, journal, limit_s)
-    return [f"install {' '.join(names)}"], []
+        seal.claim([{"kind": "one of", "name": "time services", "units": services, "active": True}])
+    return done, []
 
 
 def apply(wanted: Mapping[str, Any], check_only: bool, role: str) -> dict[str, Any]:

@@ -6,17 +6,22 @@ it is written by every run and is no change, or else no second run could ever sa
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import seal
 from .files import read_text, write_atomic
 from .undo import Journal
 
 SCHEMA_VERSION = 1
+MODE = 0o644
 ROLE = "run_stamp"
 STAMP = re.compile(r"\d{8}T\d{6}Z-.*\.json")
 
@@ -54,14 +59,18 @@ def ensure(
     nothing but what runs leave on a node, `runs` beside them, which an undo removes.
     """
     before, after = read_text(plan_file), plan_text(summary)
-    answer = {"changed": before != after, "before": before, "after": after, "stamp": ""}
+    is_so = before == after and _rights(plan_file) == (MODE, os.geteuid(), os.getegid())
+    answer = {"changed": not is_so, "before": before, "after": after, "stamp": ""}
     if check_only:
         return answer
     journal = Journal(ROLE)
     journal.remember_paths([plan_file])
     journal.remember_trees([runs, *records], ours=True)
-    if before != after:
-        write_atomic(plan_file, after)
+    if not is_so:
+        write_atomic(plan_file, after, MODE)
+    digest = hashlib.sha256(after.encode()).hexdigest()
+    rights = {"mode": MODE, "uid": os.geteuid(), "gid": os.getegid()}
+    seal.claim([seal.path_row(plan_file, "file", **rights, sha256=digest)])
     at = time.time() if now is None else now
     stamp = runs / stamp_name(str(run.get("id", "")), at)
     text = {"schema_version": SCHEMA_VERSION, "at": round(at, 3), "changed_plan": before != after, **run}
@@ -69,3 +78,11 @@ def ensure(
     for name in old_stamps([path.name for path in runs.iterdir()], keep):
         (runs / name).unlink(missing_ok=True)
     return {**answer, "stamp": str(stamp)}
+
+
+def _rights(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid

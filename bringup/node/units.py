@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import seal
 from .undo import Journal
 
 COMMAND_LIMIT_S = 180
@@ -106,5 +107,7 @@ def apply(
                 break
     if failed:
         raise UnitsFailed("\n".join(failed))
+    if not check_only:
+        seal.claim(seal.unit_row(unit.name, unit.enabled, unit.started) for unit in units)
     diff = {"before": "", "after": "\n".join(done) + "\n"} if done else {}
     return {"changed": bool(done), "done": done, "reloaded": reload, "diff": diff}

@@ -16,7 +16,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from bringup import holding  # noqa: E402 (the checkout must be on the path first)
+from bringup import holding, seal  # noqa: E402 (the checkout must be on the path first)
 
 
 class ActionModule(ActionBase):
@@ -33,7 +33,7 @@ class ActionModule(ActionBase):
         # Workers are children of ansible-playbook: its life is the run's.
         mine = holding.identity(os.getppid(), str(self._task.get_path() or ""))
         if self._task.args.get("state") != "held":
-            return {**result, **self._module(mine, known)}
+            return {**result, **self._released(mine, known)}
         windows, reason = known.get("node_change_windows") or (), str(known.get("run_outside_window") or "")
         closed = holding.closed(windows, datetime.now(UTC))
         if closed and not reason:
@@ -48,6 +48,16 @@ class ActionModule(ActionBase):
             return {**result, "failed": True, "msg": holding.refusal(answer["other"])}
         notes = holding.notes(answer, reason if closed else "")
         return {**result, **answer, "bringup_notes": notes}
+
+    def _released(self, mine: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        """Gives the node back, and seals what was played on it unless it failed on the way."""
+        host = str(known.get("inventory_hostname"))
+        failed = host not in known.get("ansible_play_hosts", ()) or "ansible_failed_result" in known
+        wanted = {} if failed else seal.of_run(os.environ.get("BRINGUP_RUN_ID", "")).get(host, {})
+        seals, played = wanted.get("inputs", {}), wanted.get("played", [])
+        answer = self._module(mine, known, seals=seals, played=played)
+        notes = [seal.told(role, rows) for role, rows in (answer.get("unsealed") or {}).items()]
+        return {**answer, "bringup_notes": notes}
 
     def _module(self, mine: Mapping[str, Any], known: dict[str, Any], **more: Any) -> dict[str, Any]:
         arguments = {**self._task.args, "holder": dict(mine), **more}

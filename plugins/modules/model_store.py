@@ -114,7 +114,7 @@ import time  # noqa: E402
 from typing import Any  # noqa: E402
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-from ansible.module_utils.bringup_node import chain, download, overlay, store, undo  # noqa: E402
+from ansible.module_utils.bringup_node import chain, download, overlay, seal, store, undo  # noqa: E402
 
 MIB = 1024 * 1024
 
@@ -193,6 +193,8 @@ def main() -> None:
         answer = act(given, access, module.check_mode)
     except (store.StoreFailed, OSError) as error:
         module.fail_json(msg=str(error))
+    if answer.get("ready") and not module.check_mode:
+        seal.claim([{"kind": "model", "name": given["model"]["folder"], "record": None, "touched": []}])
     for text in answer.pop("warned", ()):
         module.warn(text)
     # A fault of a graft as a whole has no path.

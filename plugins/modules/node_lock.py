@@ -12,6 +12,7 @@ description:
   - The action of the same name adds who runs what, refuses outside of the node's change windows, and takes over a lock
     whose run has ended on this controller. It reads C(node_change_windows), C(run_outside_window) (why a change cannot
     wait) and C(run_force_unlock) from the play's variables.
+  - Giving back also seals the roles that were played (C(bringup/node/seal.py)).
   - Never counts as a change, and does nothing in check mode.
 options:
   state:
@@ -35,6 +36,15 @@ options:
     description: Take the lock from anybody, which is written to C(/var/lib/bringup/audit.jsonl). The action fills it.
     type: bool
     default: false
+  seals:
+    description: Digest of what went into each role; one without is not sealed. The action fills it.
+    type: dict
+    default: {}
+  played:
+    description: Roles that were played to their end on this node. The action fills it.
+    type: list
+    elements: str
+    default: []
 author: bringup
 """
 
@@ -51,10 +61,21 @@ other:
   description: The other run that holds it, or held it until now.
   returned: state is held
   type: dict
+sealed:
+  description: Roles that were sealed.
+  returned: state is released
+  type: list
+  elements: str
+unsealed:
+  description: Of each role that was played and not sealed, what does not hold.
+  returned: state is released
+  type: dict
 """
 
-from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
-from ansible.module_utils.bringup_node import nodelock  # noqa: E402
+import time  # noqa: E402 (documentation comes first)
+
+from ansible.module_utils.basic import AnsibleModule  # noqa: E402
+from ansible.module_utils.bringup_node import nodelock, seal  # noqa: E402
 
 
 def main() -> None:
@@ -66,6 +87,8 @@ def main() -> None:
             "holder": {"type": "dict", "default": {}},
             "over": {"type": "str", "default": ""},
             "force": {"type": "bool", "default": False},
+            "seals": {"type": "dict", "default": {}},
+            "played": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,
     )
@@ -77,12 +100,17 @@ def main() -> None:
         if given["state"] == "held":
             taken = nodelock.hold(holder, over=given["over"], force=given["force"])
             module.exit_json(changed=False, held=taken.held, how=taken.how, other=dict(taken.holder))
-        if nodelock.give_back(holder["token"]) and given["stamp"]:
+        if nodelock.read(nodelock.LOCK).get("token") != holder["token"]:
+            module.exit_json(changed=False, held=False, sealed=[], unsealed={})
+        # Before the node is given back: the next run goes by it.
+        sealed, unsealed = seal.seal(given["seals"], given["played"], holder.get("id", ""), time.time())
+        nodelock.give_back(holder["token"])
+        if given["stamp"]:
             names = ("id", "by", "commit", "playbook")
             nodelock.stamp({name: holder.get(name, "") for name in names})
     except (OSError, TimeoutError) as error:
         module.fail_json(msg=f"the lock cannot be written: {error}")
-    module.exit_json(changed=False, held=False)
+    module.exit_json(changed=False, held=False, sealed=sealed, unsealed=unsealed)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ ROLES = {
 def record(tmp_path: Path, code: Exit = Exit.DONE, **more: object) -> runs.RunRecord:
     outcome = Outcome(
         hosts={
-            "one": HostOutcome(ok=5, changed=1, roles=ROLES),
+            "one": HostOutcome(ok=5, changed=1, roles=ROLES, sealed=("engine_env", "model_store")),
             "two": HostOutcome(ok=2, failed=1, roles={"preflight": RoleOutcome(ok=2, failed=1, end_s=1.0)}),
             "gone": HostOutcome(unreachable=True),
         },
@@ -58,8 +58,8 @@ def shown(one: runs.RunRecord) -> str:
 def test_the_terminal_report_has_states_failures_answers_and_the_next_command(tmp_path: Path) -> None:
     text = shown(record(tmp_path, Exit.FAILED))
     rows = [line.split() for line in text.splitlines() if line.strip()]
-    assert ["one", "changed", "5", "1", "0", "0", "4", "s"] in rows
-    assert ["two", "refused", "2", "0", "1", "0", "1", "s"] in rows
+    assert ["one", "changed", "5", "1", "0", "0", "2", "4", "s"] in rows
+    assert ["two", "refused", "2", "0", "1", "0", "0", "1", "s"] in rows
     assert any(row[:2] == ["gone", "unreachable"] for row in rows)
     assert f"disk too small {NASTY}" in text
     assert '"Hi you" (3 tokens in 0.25 s)' in text

@@ -54,7 +54,7 @@ def record(case: Path) -> None:
         interface.run(
             private_data_dir=folder,
             project_dir=str(PLAYS),
-            playbook="play.yml",
+            playbook=said.get("playbook", "play.yml"),
             inventory=str(PLAYS / "hosts.yml"),
             limit=said["limit"],
             extravars={"folder": folder, **said.get("extra", {})},

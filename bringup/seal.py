@@ -1,0 +1,247 @@
+"""What goes into each role on each host, and what follows when a node says how its seals hold.
+
+A role on a host is sealed when the digest of what goes into it is the one that its seal has, and the node has
+found everything as the role left it (`bringup/node/seal.py`). What goes in: the role's own files, the code that
+all roles share, the role's variables, and every variable of the inventory that these name, secrets as they stand
+in the inventory. Digests of it leave this machine only to lie on the node that has the same secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bringup import ROOT, runs
+from bringup.inventory import VAULT_HEADER, Host
+from bringup.planned import Plan
+
+SHARED = (
+    "bringup/node/*.py",
+    "bringup/preflight.py",
+    "bringup/stores.py",
+    "catalog/tools/*",
+    "playbooks/provision.yml",
+    "plugins/action/*.py",
+    "plugins/filter/*.py",
+    "plugins/modules/*.py",
+)
+"""Code that roles run with, as patterns: a change of it plays all of them once more."""
+
+PARTS = ("defaults", "files", "handlers", "tasks", "templates", "vars")
+"""Folders of a role that decide what it does."""
+
+FILE = "seals.json"
+STAMP = "run_stamp"
+PREFLIGHT = "preflight"
+
+FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "cuda_runtime": ("nvidia_driver",),
+    "library_fixes": ("nvidia_driver", "engine_env"),
+    "engine_service": (
+        "nvidia_driver",
+        "cuda_runtime",
+        "engine_env",
+        "library_fixes",
+        "model_store",
+        "log_rotation",
+    ),
+    "scheduled_restart": ("engine_service",),
+}
+"""Role -> roles on whose outcome it builds: it is played after any of them was."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one node said. `why`: it could not be asked. `held`: a run holds it. `seals`: role -> inputs,
+    differs, basis, run, at (`bringup/node/seal.py: verify`)."""
+
+    host: str
+    why: str = ""
+    held: bool = False
+    seals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+# --- what goes in -------------------------------------------------------------------------------------------
+
+
+def inputs(
+    plan: Plan, hosts: Sequence[Host], folder: Path, extra: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Host -> role -> digest of all that goes into it. `hosts`: the inventory's, with their variables; `folder`:
+    the inventory's; `extra`: variables of this run, which win over all others."""
+    from bringup import rolevars
+
+    known = {host.name: {**host.variables, **extra} for host in hosts}
+    code = {role: _code(role) for role in rolevars.ROLES}
+    shared = _digest([ROOT], SHARED)
+    closed = _closed(folder)
+    found: dict[str, dict[str, str]] = {}
+    given = {host.name: rolevars.variables(host, plan) for host in plan.hosts}
+    for host in plan.hosts:
+        mine = known.get(host.name, {})
+        found[host.name] = {}
+        for role, (digest, words) in code.items():
+            own = {name: value for name, value in given[host.name].items() if name.startswith(f"{role}_")}
+            used = _used(words | _words(own), mine)
+            data: dict[str, Any] = {"code": [digest, shared], "plan": own, "used": used}
+            if "hostvars" in words:
+                data["peers"] = {
+                    name: _used(words | {"ansible_host"}, variables) for name, variables in known.items()
+                }
+            if any(word.startswith("vault_") for word in words | _words(own) | _words(used)):
+                data["closed"] = closed
+            text = json.dumps(data, sort_keys=True, default=str)
+            found[host.name][role] = hashlib.sha256(text.encode()).hexdigest()[:40]
+    return found
+
+
+def _used(words: Iterable[str], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that some words name, and those that their values name in turn."""
+    found: dict[str, Any] = {}
+    todo = set(words) & set(variables)
+    while todo:
+        name = todo.pop()
+        found[name] = variables[name]
+        todo |= (_words(variables[name]) & set(variables)) - set(found)
+    return found
+
+
+def _words(value: Any) -> set[str]:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return set(re.findall(r"\w+", text))
+
+
+def _code(role: str) -> tuple[str, set[str]]:
+    """Digest of a role's files, and the words in them."""
+    folder = ROOT / "roles" / role
+    files = [path for part in PARTS for path in sorted((folder / part).rglob("*")) if path.is_file()]
+    words = {word for path in files for word in _words(path.read_text(encoding="utf-8", errors="replace"))}
+    return _digest([folder / part for part in PARTS], ["**/*"]), words
+
+
+def _digest(folders: Iterable[Path], patterns: Iterable[str]) -> str:
+    total = hashlib.sha256()
+    wanted = list(patterns)
+    for path in sorted({path for folder in folders for one in wanted for path in folder.glob(one)}):
+        if path.is_file() and "__pycache__" not in path.parts:
+            total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _closed(folder: Path) -> list[str]:
+    """Digests of the inventory's files that are encrypted whole: what they hold is not known here."""
+    found = []
+    for kind in ("group_vars", "host_vars"):
+        for path in sorted((folder / kind).rglob("*")):
+            if path.is_file() and (data := path.read_bytes()).startswith(VAULT_HEADER.encode()):
+                found.append(hashlib.sha256(data).hexdigest())
+    return found
+
+
+# --- what follows -------------------------------------------------------------------------------------------
+
+
+def due(
+    verdicts: Iterable[Verdict], wanted: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, list[str]]]:
+    """Host -> role -> why it must be played; a host that needs nothing has no roles.
+
+    A host that could not be asked, or that a run holds, needs everything. A model that some node lacks is brought
+    from the others, so that role is played on all of them.
+    """
+    found = {one.host: _due(one, wanted[one.host]) for one in verdicts}
+    lacking = sorted(host for host, roles in found.items() if "model_store" in roles)
+    for host, roles in found.items():
+        if lacking and "model_store" not in roles and "model_store" in wanted[host]:
+            roles["model_store"] = [f"{lacking[0]} needs what this node has"]
+    return {host: _ordered(_followed(roles, wanted[host]), wanted[host]) for host, roles in found.items()}
+
+
+def _due(verdict: Verdict, wanted: Mapping[str, str]) -> dict[str, list[str]]:
+    if verdict.why or verdict.held:
+        return {role: [verdict.why or "a run holds this node"] for role in wanted}
+    found: dict[str, list[str]] = {}
+    for role, digest in wanted.items():
+        seal = verdict.seals.get(role)
+        if seal is None:
+            found[role] = ["it has no seal"]
+        elif seal["differs"] or seal["basis"]:
+            found[role] = [line(row) for row in (*seal["differs"], *seal["basis"])]
+        elif seal["inputs"] != digest:
+            found[role] = ["what goes into it has changed"]
+    return found
+
+
+def _followed(roles: dict[str, list[str]], wanted: Mapping[str, str]) -> dict[str, list[str]]:
+    """With the roles that build on those, the look at the node before them, and the stamp after them."""
+    found = dict(roles)
+    for role in wanted:
+        before = [one for one in FOLLOWS.get(role, ()) if one in found]
+        if before and role not in found:
+            found[role] = [f"{before[0]} is played"]
+    if set(found) - {STAMP, PREFLIGHT}:
+        for role in {STAMP, PREFLIGHT} & set(wanted) - set(found):
+            found[role] = ["the node is changed"]
+    return found
+
+
+def _ordered(roles: Mapping[str, list[str]], wanted: Mapping[str, str]) -> dict[str, list[str]]:
+    return {role: roles[role] for role in wanted if role in roles}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """`path /etc/x: mode is 0o600, expected 0o644`."""
+    return f"{row['what']}: {row['field']} is {_short(row['found'])}, expected {_short(row['expected'])}"
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) or "nothing" if isinstance(value, list) else str(value)
+    return text if text else "nothing"
+
+
+def told(role: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The note of a run that could not seal a role."""
+    more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+    return f"role {role} is not sealed and will be played again: {line(rows[0])}{more}"
+
+
+def notes(verdicts: Iterable[Verdict], due: Mapping[str, Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
+    """What to say of what was not as it was left: a line a role, and one for a node that could not be asked."""
+    found = []
+    for one in verdicts:
+        if one.why:
+            found.append(f"{one.host}: its seals are not known, so all is played: {one.why}")
+            continue
+        for role in due[one.host]:
+            rows = one.seals.get(role, {}).get("differs", ())
+            if rows:
+                more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+                found.append(f"{one.host}: role {role} was not as it was left: {line(rows[0])}{more}")
+    return tuple(found)
+
+
+# --- from the run to its nodes ------------------------------------------------------------------------------
+
+
+def write_run(
+    folder: Path, wanted: Mapping[str, Mapping[str, str]], played: Mapping[str, Iterable[str]]
+) -> None:
+    """Puts beside a run's record what its nodes are to be sealed with: host -> inputs (role -> digest), played."""
+    data = {
+        host: {"inputs": dict(roles), "played": list(played.get(host, ()))} for host, roles in wanted.items()
+    }
+    runs.write_private(folder / FILE, json.dumps(data))
+
+
+def of_run(run: str) -> dict[str, Any]:
+    """What `write_run` put there; nothing for a run that is none of ours."""
+    try:
+        found = json.loads((runs.FOLDER / run / FILE).read_text(encoding="utf-8")) if run else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

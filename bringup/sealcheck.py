@@ -1,0 +1,89 @@
+"""Asking nodes how their seals hold: one SSH round trip a node, all at once, nothing changed (I/O)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bringup import fleet, looking, remote, seal
+from bringup import inventory as inventories
+from bringup.errors import BringupError, Exit, HostUnreachable, Problem
+from bringup.planned import Plan
+from bringup.seal import Verdict
+
+LOOK_LIMIT_S = 120.0
+"""For one node: thousands of files of an environment that nobody has looked at since the node was started."""
+
+
+def inputs(plan: Plan, inventory: str, extra: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Host -> role -> digest of what goes into it. Raises UsageError when the inventory cannot be read."""
+    read = inventories.read(inventory)
+    return seal.inputs(plan, read.hosts, read.folder, extra)
+
+
+def verdicts(inventory: str, names: Sequence[str]) -> list[Verdict]:
+    """What each of the named hosts says of its seals; one that cannot be asked says why."""
+    hosts = fleet.hosts_of(inventory, names)
+    try:
+        answers = fleet.each(hosts, _verdict)
+    finally:
+        remote.close_all()
+    return [
+        answer if isinstance(answer, Verdict) else Verdict(host.name, why=_why(answer))
+        for host, answer in zip(hosts, answers, strict=True)
+    ]
+
+
+def _verdict(host: fleet.Host) -> Verdict:
+    program = looking.script({}, ("seal",))
+    ran = remote.run(host, looking.AS_ROOT.format("python3 -I -S -"), stdin=program, limit_s=LOOK_LIMIT_S)
+    try:
+        found = json.loads(ran.out)
+        return Verdict(host.name, held=bool(found["held"]), seals=found["seals"])
+    except (ValueError, KeyError, TypeError):
+        said = (ran.err or ran.out).strip().splitlines()
+        why = f"its seals could not be read (exit {ran.code}): {said[-1] if said else 'no output'}"
+        raise HostUnreachable(Problem(host.name, why)) from None
+
+
+def _why(error: Exception) -> str:
+    return error.problems[0].what if isinstance(error, BringupError) else str(error)
+
+
+def drift(inventory: str, limit: str | None) -> list[dict[str, Any]]:
+    """A row a host: host, reached, why, held, sealed (roles), due (role -> why provisioning would play it), differs
+    (role, what, field, expected, found). Raises UsageError when intent or catalog are wrong."""
+    from bringup import plan as plans
+
+    plan = plans.load(inventory)
+    names = fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
+    wanted = inputs(plan, inventory, {})
+    found = verdicts(inventory, names)
+    due = seal.due(found, wanted)
+    return [_row(one, due[one.host], wanted[one.host]) for one in found]
+
+
+def _row(verdict: Verdict, due: Mapping[str, list[str]], wanted: Mapping[str, str]) -> dict[str, Any]:
+    differs = [
+        {"role": role, **row}
+        for role in wanted
+        if role in verdict.seals
+        for row in verdict.seals[role]["differs"]
+    ]
+    return {
+        "host": verdict.host,
+        "reached": not verdict.why,
+        "why": verdict.why,
+        "held": verdict.held,
+        "sealed": [role for role in wanted if role not in due],
+        "due": {} if verdict.why else dict(due),
+        "differs": differs,
+    }
+
+
+def drift_exit(rows: Sequence[Mapping[str, Any]]) -> Exit:
+    """UNREACHABLE when a host could not be asked, else PENDING when one differs or would be played, else DONE."""
+    if any(not row["reached"] for row in rows):
+        return Exit.UNREACHABLE
+    return Exit.PENDING if any(row["differs"] or row["due"] for row in rows) else Exit.DONE

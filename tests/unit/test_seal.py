@@ -1,0 +1,329 @@
+"""Seals: what goes into a role, what it left on a node, and what follows when something differs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bringup import ROOT, inventory, plan, rolevars, runs, seal
+from bringup.node import place
+from bringup.node import seal as node
+from bringup.seal import Verdict
+
+ROLE = "files"
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to put things into, while a role is played in a run that holds this node."""
+    monkeypatch.setattr(node, "FOLDER", tmp_path / "seals")
+    monkeypatch.setattr(node, "LOCK", tmp_path / "run.json")
+    (tmp_path / "run.json").write_text('{"token": "this run"}')
+    monkeypatch.setenv(node.ROLE, ROLE)
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    return ours
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """One thing of each state, as a role would have it."""
+    mine = {"owner": str(os.geteuid()), "group": str(os.getegid())}
+    try:
+        import grp
+        import pwd
+
+        mine = {"owner": pwd.getpwuid(os.geteuid()).pw_name, "group": grp.getgrgid(os.getegid()).gr_name}
+    except KeyError:
+        pytest.skip("this user has no name here")
+    return [
+        {"path": str(folder / "file"), "content": '100% $HOME "ü"\n', "mode": "0640", **mine},
+        {"path": str(folder / "folder"), "state": "directory", "mode": "0750", **mine},
+        {"path": str(folder / "link"), "state": "link", "target": "file"},
+        {"path": str(folder / "gone"), "state": "absent"},
+    ]
+
+
+def sealed(folder: Path) -> None:
+    """A role puts its things there, and the run comes to its end."""
+    place.apply(rows_of(folder))
+    assert node.seal({ROLE: "digest"}, [ROLE], "run-1", 1.0) == ([ROLE], {})
+
+
+def differs() -> list[str]:
+    return [seal.line(row) for row in node.verify()[ROLE]["differs"]]
+
+
+# ---------------------------------------------------------------- on the node
+
+
+def test_what_a_role_left_is_found_as_it_was_left(ground: Path) -> None:
+    sealed(ground)
+    assert node.verify() == {
+        ROLE: {"inputs": "digest", "run": "run-1", "at": 1.0, "differs": [], "basis": []}
+    }
+    assert (node.FOLDER / f"{ROLE}.json").stat().st_mode & 0o077 == 0
+
+
+MUTATIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "content": (lambda f: (f / "file").write_text("other\n"), "content"),
+    "content of the same size and time": (lambda f: _same_size_and_time(f / "file"), "content"),
+    "mode": (lambda f: (f / "file").chmod(0o600), "mode"),
+    "a file that is gone": (lambda f: (f / "file").unlink(), "state"),
+    "a folder's mode": (lambda f: (f / "folder").chmod(0o700), "mode"),
+    "a folder that is gone": (lambda f: (f / "folder").rmdir(), "state"),
+    "a link's target": (lambda f: ((f / "link").unlink(), (f / "link").symlink_to("elsewhere")), "target"),
+    "a link that became a file": (lambda f: ((f / "link").unlink(), (f / "link").write_text("x")), "state"),
+    "what must not be there": (lambda f: (f / "gone").write_text("back\n"), "state"),
+}
+
+
+def _same_size_and_time(path: Path) -> None:
+    status = path.stat()
+    path.write_bytes(b"x" * status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_change_behind_our_back_is_found_alone_and_put_back_by_the_role(ground: Path, name: str) -> None:
+    sealed(ground)
+    mutate, field = MUTATIONS[name]
+    mutate(ground)
+    (found,) = node.verify()[ROLE]["differs"]
+    assert found["field"] == field
+    sealed(ground)
+    assert differs() == []
+
+
+def test_a_file_that_was_only_written_again_is_as_it_was_left(ground: Path) -> None:
+    sealed(ground)
+    text = (ground / "file").read_text()
+    (ground / "file").write_text(text)
+    assert differs() == []
+
+
+def test_a_digest_of_a_files_content_never_leaves_the_node(ground: Path) -> None:
+    sealed(ground)
+    (ground / "file").write_text("another secret\n")
+    told = str(node.verify())
+    assert node.sha256(ground / "file") not in told
+    assert "another content" in told
+
+
+def test_what_is_not_so_at_the_end_of_the_run_is_not_sealed(ground: Path) -> None:
+    place.apply(rows_of(ground))
+    (ground / "file").chmod(0o600)
+    done, left = node.seal({ROLE: "digest"}, [ROLE], "run-1", 1.0)
+    assert done == []
+    assert [row["field"] for row in left[ROLE]] == ["mode"]
+    assert node.verify() == {}
+
+
+def test_a_run_that_dies_leaves_no_seal_and_its_records_count_for_no_other(ground: Path) -> None:
+    sealed(ground)
+    place.apply(rows_of(ground))
+    assert node.verify() == {}, "the first thing that is recorded ends the old seal"
+    node.LOCK.write_text('{"token": "the next run"}')
+    assert node.seal({ROLE: "digest"}, [], "run-2", 2.0) == ([], {})
+    assert node.verify() == {}
+
+
+def test_a_role_without_anything_to_do_is_sealed_only_where_it_was_played(ground: Path) -> None:
+    assert node.seal({ROLE: "digest", "other": "digest"}, ["other"], "run-1", 1.0) == (["other"], {})
+    assert list(node.verify()) == ["other"]
+
+
+def test_nothing_is_recorded_outside_of_a_role_and_nothing_sealed_without_inputs(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.apply(rows_of(ground))
+    assert node.seal({}, [ROLE], "run-1", 1.0) == ([], {})
+    monkeypatch.delenv(node.ROLE)
+    place.apply(rows_of(ground))
+    assert list(node.FOLDER.glob("**/*.json")) == []
+
+
+def test_nothing_is_recorded_in_check_mode(ground: Path) -> None:
+    sealed(ground)
+    (ground / "file").chmod(0o600)
+    place.apply(rows_of(ground), check_only=True)
+    assert len(differs()) == 1
+
+
+def test_a_folder_and_all_in_it_is_one_digest_that_bytecode_does_not_change(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "inner").mkdir(parents=True)
+    (tree / "inner" / "module.py").write_text("answer = 42\n")
+    (tree / "link").symlink_to("inner")
+    (tree / "manifest").write_text("{}")
+    before = node.fingerprint(tree, ["manifest"])
+    (tree / "inner" / "__pycache__").mkdir()
+    (tree / "inner" / "__pycache__" / "module.pyc").write_bytes(b"x")
+    (tree / "manifest").write_text('{"content": ""}')
+    assert node.fingerprint(tree, ["manifest"]) == before
+    (tree / "inner" / "module.py").write_text("answer = 43\n")
+    changed = node.fingerprint(tree, ["manifest"])
+    assert changed != before
+    (tree / "inner" / "more.py").touch()
+    assert node.fingerprint(tree, ["manifest"]) not in (before, changed)
+
+
+# ---------------------------------------------------------------- what goes in
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inventories") / "site"
+    shutil.copytree(ROOT / "inventories" / "lab", folder)
+    return folder
+
+
+def digests(
+    site: Path, intent: dict[str, Any], extra: dict[str, Any] | None = None
+) -> dict[str, dict[str, str]]:
+    """What goes into each role when some intent is added."""
+    file = site / "group_vars" / "all.yml"
+    before = file.read_text()
+    try:
+        file.write_text(yaml.safe_dump({**yaml.safe_load(before), **intent}))
+        read = inventory.read(str(site))
+        return seal.inputs(plan.load(str(site)), read.hosts, read.folder, extra or {})
+    finally:
+        file.write_text(before)
+
+
+def changed(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> set[str]:
+    return {
+        role
+        for host, roles in before.items()
+        for role, digest in roles.items()
+        if after[host][role] != digest
+    }
+
+
+def test_the_same_intent_goes_in_as_the_same_digest(site: Path) -> None:
+    assert digests(site, {}) == digests(site, {})
+    assert set(digests(site, {})["lab-01"]) == set(rolevars.ROLES)
+
+
+@pytest.mark.parametrize(
+    ("intent", "only"),
+    [
+        ({"model_store_port": 7421}, {"model_store"}),
+        ({"scheduled_restart_address": "192.0.2.7"}, {"scheduled_restart"}),
+        ({"engine_env_keep": 3}, {"engine_env"}),
+        ({"ansible_become_password": "secret"}, set()),
+    ],
+)
+def test_a_variable_goes_into_the_roles_that_name_it_and_no_other(
+    site: Path, intent: dict[str, Any], only: set[str]
+) -> None:
+    before = digests(site, {})
+    assert changed(before, digests(site, intent)) == only
+    assert changed(before, digests(site, {}, extra=intent)) == only, "also for one run"
+
+
+def test_a_variable_counts_through_another_that_names_it(site: Path) -> None:
+    one = digests(site, {"model_store_huggingface_token": "{{ vault_hub }}", "vault_hub": "one"})
+    two = digests(site, {"model_store_huggingface_token": "{{ vault_hub }}", "vault_hub": "two"})
+    assert changed(one, two) == {"model_store"}
+    assert "one" not in one["lab-01"].values()
+
+
+def test_a_vault_that_is_closed_counts_by_its_ciphertext(site: Path) -> None:
+    intent = {"model_store_huggingface_token": "{{ vault_hub }}"}
+    vault = site / "group_vars" / "all" / "vault.yml"
+    plain = site / "group_vars" / "all.yml"
+    assert plain.is_file()
+    closed = site / "host_vars" / "lab-01"
+    closed.mkdir(parents=True)
+    try:
+        (closed / "vault.yml").write_text("$ANSIBLE_VAULT;1.1;AES256\n6161\n")
+        one = digests(site, intent)
+        (closed / "vault.yml").write_text("$ANSIBLE_VAULT;1.1;AES256\n6262\n")
+        assert "model_store" in changed(one, digests(site, intent))
+    finally:
+        shutil.rmtree(closed.parent)
+    assert not vault.exists()
+
+
+# ---------------------------------------------------------------- what follows
+
+WANTED = dict.fromkeys(rolevars.ROLES, "in")
+
+
+def verdict(host: str = "one", **seals: Any) -> Verdict:
+    """A host on which everything holds, but for what is given."""
+    whole = {role: {"inputs": "in", "differs": [], "basis": []} for role in WANTED}
+    return Verdict(
+        host, seals={role: seals.get(role, row) for role, row in whole.items() if seals.get(role, row)}
+    )
+
+
+def due(*verdicts: Verdict) -> dict[str, set[str]]:
+    found = seal.due(verdicts, {one.host: WANTED for one in verdicts})
+    return {host: set(roles) for host, roles in found.items()}
+
+
+ROW = {"what": "path /etc/x", "field": "mode", "expected": "0o644", "found": "0o600"}
+FRAME = {"preflight", "run_stamp"}
+
+
+def test_where_all_holds_nothing_is_played() -> None:
+    assert due(verdict()) == {"one": set()}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        None,
+        {"inputs": "other", "differs": [], "basis": []},
+        {"inputs": "in", "differs": [ROW], "basis": []},
+        {"inputs": "in", "differs": [], "basis": [ROW]},
+    ],
+)
+def test_a_role_is_played_that_has_no_seal_or_one_that_does_not_hold(row: Any) -> None:
+    assert due(verdict(system_settings=row)) == {"one": {"system_settings"} | FRAME}
+
+
+def test_roles_that_build_on_another_are_played_after_it_and_in_order() -> None:
+    found = seal.due([verdict(engine_env=None)], {"one": WANTED})["one"]
+    assert set(found) == {"engine_env", "library_fixes", "engine_service", "scheduled_restart"} | FRAME
+    assert list(found) == [role for role in rolevars.ROLES if role in found]
+
+
+def test_a_stamp_alone_needs_no_look_at_the_node() -> None:
+    assert due(verdict(run_stamp=None)) == {"one": {"run_stamp"}}
+
+
+def test_a_node_that_cannot_be_asked_or_that_a_run_holds_needs_everything() -> None:
+    found = due(Verdict("gone", why="no answer"), Verdict("held", held=True, seals=verdict().seals))
+    assert found == {"gone": set(WANTED), "held": set(WANTED)}
+
+
+def test_a_model_that_one_node_lacks_is_brought_from_the_others() -> None:
+    found = due(verdict("one"), verdict("new", model_store=None))
+    assert "model_store" in found["one"] & found["new"]
+
+
+def test_every_role_that_is_built_on_comes_before_in_the_play() -> None:
+    order = list(rolevars.ROLES)
+    assert all(
+        order.index(before) < order.index(role) for role, all_of in seal.FOLLOWS.items() for before in all_of
+    )
+
+
+def test_what_a_run_takes_to_its_nodes_is_private_and_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "FOLDER", tmp_path)
+    (tmp_path / "run-1").mkdir()
+    seal.write_run(tmp_path / "run-1", {"one": {"files": "in"}}, {"one": ["files"]})
+    assert seal.of_run("run-1") == {"one": {"inputs": {"files": "in"}, "played": ["files"]}}
+    assert (tmp_path / "run-1" / seal.FILE).stat().st_mode & 0o077 == 0
+    assert seal.of_run("") == seal.of_run("run-2") == {}
