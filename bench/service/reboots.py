@@ -38,7 +38,6 @@ ENVIRONMENTS, MODELS = "/opt/bringup/environments", "/srv/models"
 
 POINTS: Mapping[str, tuple[str, str]] = {
     "locked": ("the node is held for the run", "test -e /run/bringup/run.json"),
-    "settings": ("kernel settings are written", "ls /etc/sysctl.d/60-bringup.conf"),
     "building": ("the engine's environment is being built", f"ls -d {ENVIRONMENTS}/*/bin"),
     "installing": (
         "packages are being installed into it",
@@ -47,6 +46,7 @@ POINTS: Mapping[str, tuple[str, str]] = {
     "built": ("the environment is complete", f"ls {ENVIRONMENTS}/*/bringup-environment.json"),
     "model": ("the model's folder is there", f"ls -d {MODELS}/*"),
     "verified": ("the model is verified", f"ls {MODELS}/*/.bringup/ready.json"),
+    "users": ("the log's user is made", "getent passwd bringup-log"),
     "logs": ("the log's units are there", "ls /etc/systemd/system/bringup-log-*.socket"),
     "units": ("the server's unit is there", "ls /etc/systemd/system/bringup-words.service"),
     "starting": ("the server starts", "systemctl show -P ActiveState bringup-words | grep -q activating"),
