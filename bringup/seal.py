@@ -1,9 +1,10 @@
 """What goes into each role on each host, and what follows when a node says how its seals hold.
 
 A role on a host is sealed when the digest of what goes into it is the one that its seal has, and the node has
-found everything as the role left it (`bringup/node/seal.py`). What goes in: the role's own files, the code that
-all roles share, the role's variables, and every variable of the inventory that these name, secrets as they stand
-in the inventory. Digests of it leave this machine only to lie on the node that has the same secrets.
+found everything as the role left it (`bringup/node/seal.py`). What goes in: the role's own files, the modules and
+programs that it names with all that they import, the role's variables, and every variable of the inventory that
+these name, secrets as they stand in the inventory. Digests of it leave this machine only to lie on the node that
+has the same secrets.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,17 @@ from bringup import ROOT, runs
 from bringup.inventory import VAULT_HEADER, Host
 from bringup.planned import Plan
 
-SHARED = (
-    "bringup/node/*.py",
-    "bringup/preflight.py",
-    "bringup/stores.py",
-    "catalog/tools/*",
-    "playbooks/provision.yml",
-    "plugins/action/*.py",
-    "plugins/filter/*.py",
-    "plugins/modules/*.py",
-)
-"""Code that roles run with, as patterns: a change of it plays all of them once more."""
+SHARED = ("catalog/tools/*", "playbooks/provision.yml")
+"""What all roles run with, as patterns."""
 
+CODE = ("plugins/modules", "plugins/action", "plugins/filter", "bringup/node")
+"""Folders of what roles name: a file's name without suffix in a role's text or variables means that file."""
+
+UNDO = "undo.yml"
+"""Tasks that no run plays which brings a role."""
+
+EXECUTED = re.compile(r"module_name=\"(\w+)\"")
+IMPORTS = re.compile(r"^\s*from +([\w.]+) +import +([^#\n(]+|\([^)]*\))", re.MULTILINE)
 PARTS = ("defaults", "files", "handlers", "tasks", "templates", "vars")
 """Folders of a role that decide what it does."""
 
@@ -77,8 +78,9 @@ def inputs(
     from bringup import rolevars
 
     known = {host.name: {**host.variables, **extra} for host in hosts}
-    code = {role: _code(role) for role in rolevars.ROLES}
-    shared = _digest([ROOT], SHARED)
+    code = {role: _files(role) for role in rolevars.ROLES}
+    shared = _digest(path for pattern in SHARED for path in ROOT.glob(pattern)) + version("ansible-core")
+    programs = _Programs()
     closed = _closed(folder)
     found: dict[str, dict[str, str]] = {}
     given = {host.name: rolevars.variables(host, plan) for host in plan.hosts}
@@ -87,13 +89,18 @@ def inputs(
         found[host.name] = {}
         for role, (digest, words) in code.items():
             own = {name: value for name, value in given[host.name].items() if name.startswith(f"{role}_")}
-            used = _used(words | _words(own), mine)
-            data: dict[str, Any] = {"code": [digest, shared], "plan": own, "used": used}
+            named = words | _words(own)
+            used = _used(named, mine)
+            data: dict[str, Any] = {
+                "code": [digest, shared, programs.digest(named)],
+                "plan": own,
+                "used": used,
+            }
             if "hostvars" in words:
                 data["peers"] = {
                     name: _used(words | {"ansible_host"}, variables) for name, variables in known.items()
                 }
-            if any(word.startswith("vault_") for word in words | _words(own) | _words(used)):
+            if any(word.startswith("vault_") for word in named | _words(used)):
                 data["closed"] = closed
             text = json.dumps(data, sort_keys=True, default=str)
             found[host.name][role] = hashlib.sha256(text.encode()).hexdigest()[:40]
@@ -116,21 +123,69 @@ def _words(value: Any) -> set[str]:
     return set(re.findall(r"\w+", text))
 
 
-def _code(role: str) -> tuple[str, set[str]]:
+def _files(role: str) -> tuple[str, set[str]]:
     """Digest of a role's files, and the words in them."""
     folder = ROOT / "roles" / role
-    files = [path for part in PARTS for path in sorted((folder / part).rglob("*")) if path.is_file()]
+    files = [path for part in PARTS for path in (folder / part).rglob("*")]
+    files = [path for path in files if path.is_file() and path.name != UNDO]
     words = {word for path in files for word in _words(path.read_text(encoding="utf-8", errors="replace"))}
-    return _digest([folder / part for part in PARTS], ["**/*"]), words
+    return _digest(files), words
 
 
-def _digest(folders: Iterable[Path], patterns: Iterable[str]) -> str:
+def _digest(files: Iterable[Path]) -> str:
     total = hashlib.sha256()
-    wanted = list(patterns)
-    for path in sorted({path for folder in folders for one in wanted for path in folder.glob(one)}):
-        if path.is_file() and "__pycache__" not in path.parts:
+    for path in sorted(files):
+        if path.is_file():
             total.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return total.hexdigest()
+
+
+class _Programs:
+    """Modules and programs of the node by their names, with all that they import of this checkout."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, list[Path]] = {}
+        self._imports: dict[Path, set[Path]] = {}
+        self._digests: dict[frozenset[str], str] = {}
+        for folder in CODE:
+            for path in (ROOT / folder).glob("*.py"):
+                self._named.setdefault(path.stem, []).append(path)
+
+    def digest(self, words: Iterable[str]) -> str:
+        """Of all files that some words name, and of what these import."""
+        names = frozenset(set(words) & set(self._named))
+        if names not in self._digests:
+            self._digests[names] = _digest(
+                self._reached(path for name in names for path in self._named[name])
+            )
+        return self._digests[names]
+
+    def _reached(self, files: Iterable[Path]) -> set[Path]:
+        found: set[Path] = set()
+        todo = set(files)
+        while todo:
+            path = todo.pop()
+            found.add(path)
+            if path not in self._imports:
+                self._imports[path] = _imported(path)
+            todo |= self._imports[path] - found
+        return found
+
+
+def _imported(path: Path) -> set[Path]:
+    """Files of this checkout that a Python file imports, at its top or later."""
+    text = path.read_text(encoding="utf-8")
+    found = {ROOT / "plugins" / "modules" / f"{name}.py" for name in EXECUTED.findall(text)}
+    for module, names in IMPORTS.findall(text):
+        folder = ROOT / re.sub(
+            r"^ansible/module_utils/bringup_node", "bringup/node", module.replace(".", "/")
+        )
+        if module.startswith("."):
+            folder = path.parent / module.lstrip(".").replace(".", "/")
+        found.add(folder.with_suffix(".py"))
+        found |= {folder / f"{name}.py" for name in re.findall(r"\w+", names)}
+        found.add(folder / "__init__.py")
+    return {one for one in found if ROOT in one.parents and one.is_file()}
 
 
 def _closed(folder: Path) -> list[str]:
@@ -151,11 +206,12 @@ def due(
 ) -> dict[str, dict[str, list[str]]]:
     """Host -> role -> why it must be played; a host that needs nothing has no roles.
 
-    A host that could not be asked, or that a run holds, needs everything. A model that some node lacks is brought
-    from the others, so that role is played on all of them.
+    A host that could not be asked, or that a run holds, needs everything. A model that a node lacks is brought from
+    the others, so that role is played on all of them.
     """
-    found = {one.host: _due(one, wanted[one.host]) for one in verdicts}
-    lacking = sorted(host for host, roles in found.items() if "model_store" in roles)
+    asked = list(verdicts)
+    found = {one.host: _due(one, wanted[one.host]) for one in asked}
+    lacking = sorted(one.host for one in asked if not one.why and "model_store" in found[one.host])
     for host, roles in found.items():
         if lacking and "model_store" not in roles and "model_store" in wanted[host]:
             roles["model_store"] = [f"{lacking[0]} needs what this node has"]

@@ -309,6 +309,8 @@ def test_a_node_that_cannot_be_asked_or_that_a_run_holds_needs_everything() -> N
 def test_a_model_that_one_node_lacks_is_brought_from_the_others() -> None:
     found = due(verdict("one"), verdict("new", model_store=None))
     assert "model_store" in found["one"] & found["new"]
+    found = due(verdict("one"), Verdict("gone", why="no answer"))
+    assert found["one"] == set(), "whether a node that does not answer lacks one is not known"
 
 
 def test_every_role_that_is_built_on_comes_before_in_the_play() -> None:
@@ -327,3 +329,19 @@ def test_what_a_run_takes_to_its_nodes_is_private_and_found_by_its_name(
     assert seal.of_run("run-1") == {"one": {"inputs": {"files": "in"}, "played": ["files"]}}
     assert (tmp_path / "run-1" / seal.FILE).stat().st_mode & 0o077 == 0
     assert seal.of_run("") == seal.of_run("run-2") == {}
+
+
+def test_code_goes_into_the_roles_that_reach_it_through_modules_programs_and_imports() -> None:
+    programs = seal._Programs()
+
+    def reached(*names: str) -> set[str]:
+        files = programs._reached(path for name in names for path in programs._named[name])
+        return {str(path.relative_to(ROOT)) for path in files}
+
+    assert {"bringup/node/place.py", "bringup/node/undo.py", "plugins/action/node_files.py"} <= reached(
+        "node_files"
+    )
+    assert {"bringup/preflight.py", "plugins/modules/node_facts.py", "bringup/node/facts.py"} <= reached(
+        "preflight"
+    )
+    assert "bringup/node/store.py" not in reached("node_files", "preflight", "system_settings")
