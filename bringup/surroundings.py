@@ -353,6 +353,18 @@ def check_own_name(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_compiler(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Engines on GPUs compile small parts of themselves in C when they start."""
+    if expected.gpus and expected.units and facts.get("compiler", "") is None:
+        yield Finding(
+            "COMPILER_MISSING",
+            "warning",
+            "there is no C compiler: engines that compile launchers for their kernels at the start fail",
+            "no cc, gcc or clang in /usr/local/bin and /usr/bin",
+            "sudo apt-get install gcc libc6-dev",
+        )
+
+
 def check_toolkits(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """The toolkit that servers would compile with makes code for these GPUs that this driver loads."""
     versions = sorted(facts.get("toolkits") or (), key=numbers)
@@ -463,6 +475,7 @@ CHECKS: tuple[Check, ...] = (
     check_addresses,
     check_own_name,
     check_containers,
+    check_compiler,
     check_toolkits,
     check_log_cutters,
     check_fronts,

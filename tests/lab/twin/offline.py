@@ -64,6 +64,8 @@ def dressed(worn: Mapping[str, Any], root: Path) -> None:
         if version and not given.get("driver_unloaded"):
             tools.load_nvidia()
         tools.refresh()
+        if not given.get("no_compiler"):
+            trees.text(state.at("/usr/bin/cc"), "stand-in")
         (root / "dev/shm").mkdir(parents=True, exist_ok=True)
         for path, row in state.files(given).items():
             state.write_file(state.at(path), row)

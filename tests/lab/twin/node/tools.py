@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import sys
@@ -356,6 +357,28 @@ def persistenced(words: Sequence[str]) -> int:
     _serve_until_told(PERSISTENCE, "")
     state.at(PERSISTENCE).unlink(missing_ok=True)
     return 0
+
+
+LINKED_FROM = (
+    "/usr/lib/{}-linux-gnu",
+    "/lib/{}-linux-gnu",
+    "/usr/lib64",
+    "/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+)
+
+
+def compiler(words: Sequence[str]) -> int:
+    """cc: says like a linker which libraries it cannot find, and compiles nothing."""
+    folders = [word[2:] for word in words if word.startswith("-L")]
+    folders += [place.format(platform.machine()) for place in LINKED_FROM]
+    names = [word[2:] for word in words if word.startswith("-l")]
+    gone = [
+        name for name in names if not any(state.at(f"{folder}/lib{name}.so").exists() for folder in folders)
+    ]
+    said = [f"ld: cannot find -l{name}: No such file or directory (stand-in)" for name in gone]
+    return fail("\n".join([*said, "cc: stand-in of a bringup twin: it compiles nothing"]))
 
 
 def nvcc(words: Sequence[str]) -> int:

@@ -240,11 +240,15 @@ def install_programs(worn: dict[str, Any]) -> None:
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(STANDIN)
-    docker = Path("/usr/local/bin/docker")
-    if worn.get("containers") and not docker.is_symlink():
-        docker.symlink_to(STANDIN)
-    elif not worn.get("containers"):
-        docker.unlink(missing_ok=True)
+    for name, is_there in (
+        ("docker", worn.get("containers")),
+        ("cc", worn.get("gpus") and not worn.get("no_compiler")),
+    ):
+        link = Path("/usr/local/bin", name)
+        if is_there and not link.is_symlink():
+            link.symlink_to(STANDIN)
+        elif not is_there:
+            link.unlink(missing_ok=True)
     text = MOTD.format(host=worn["host"], platform=worn["platform"])
     Path("/etc/motd").write_text(text, encoding="utf-8")
     Path("/etc/issue.net").write_text(text, encoding="utf-8")
