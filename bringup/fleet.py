@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from bringup import ROOT
 from bringup import inventory as inventories
+from bringup.entries import Vaulted
 from bringup.errors import Problem, UsageError, unknown
 
 AT_ONCE = 32
@@ -117,7 +118,22 @@ def one_host(inventory: str, pattern: str) -> Host:
 
 
 def _variables(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every host's connection variables, templated."""
+    """Every host's connection variables, templated. Ansible is asked only where there is something to template or to
+    decrypt: starting it takes longer than looking at a node.
+    """
+    hosts = inventories.read(str(folder)).hosts
+    plain = {
+        host.name: {key: value for key, value in host.variables.items() if key in _WANTED} for host in hosts
+    }
+    values = [value for variables in plain.values() for value in variables.values()]
+    if inventories.closed_files(folder) or any(
+        isinstance(value, Vaulted) or "{" in str(value) for value in values
+    ):
+        return _by_ansible(folder)
+    return plain
+
+
+def _by_ansible(folder: Path) -> dict[str, dict[str, Any]]:
     from ansible.template import Templar
     from ansible.vars.manager import VariableManager
 

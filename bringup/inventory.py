@@ -202,6 +202,13 @@ def _read_variables(path: Path, where: str, problems: list[Problem]) -> dict[str
     return _mapping(value, name, problems)
 
 
+def closed_files(folder: Path) -> list[Path]:
+    """Files of variables that are encrypted whole: what they hold is not known here."""
+    files = [path for kind in ("group_vars", "host_vars") for path in sorted((folder / kind).rglob("*"))]
+    mark = VAULT_HEADER.encode()
+    return [path for path in files if path.is_file() and path.read_bytes().startswith(mark)]
+
+
 def _members(groups: Mapping[str, _Group]) -> list[str]:
     """Every host, in the order in which `hosts.yml` first names it."""
     names: dict[str, None] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bringup import ROOT, runs
-from bringup.inventory import VAULT_HEADER, Host
+from bringup.inventory import Host, closed_files
 from bringup.planned import Plan
 
 SHARED = ("catalog/tools/*", "playbooks/provision.yml")
@@ -81,7 +81,7 @@ def inputs(
     code = {role: _files(role) for role in rolevars.ROLES}
     shared = _digest(path for pattern in SHARED for path in ROOT.glob(pattern)) + version("ansible-core")
     programs = _Programs()
-    closed = _closed(folder)
+    closed = [hashlib.sha256(path.read_bytes()).hexdigest() for path in closed_files(folder)]
     found: dict[str, dict[str, str]] = {}
     given = {host.name: rolevars.variables(host, plan) for host in plan.hosts}
     for host in plan.hosts:
@@ -186,16 +186,6 @@ def _imported(path: Path) -> set[Path]:
         found |= {folder / f"{name}.py" for name in re.findall(r"\w+", names)}
         found.add(folder / "__init__.py")
     return {one for one in found if ROOT in one.parents and one.is_file()}
-
-
-def _closed(folder: Path) -> list[str]:
-    """Digests of the inventory's files that are encrypted whole: what they hold is not known here."""
-    found = []
-    for kind in ("group_vars", "host_vars"):
-        for path in sorted((folder / kind).rglob("*")):
-            if path.is_file() and (data := path.read_bytes()).startswith(VAULT_HEADER.encode()):
-                found.append(hashlib.sha256(data).hexdigest())
-    return found
 
 
 # --- what follows -------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def _claims(wanted: Wanted) -> list[dict[str, Any]]:
         rows.append(seal.path_row(wanted.link, "link", target=wanted.prefix))
     names = seal.show_packages(wanted.packages)
     return rows + [
-        {"kind": "package", "name": name, "version": version}
+        {"kind": "package", "name": name, "version": version, "basis": True}
         for name, (version, _) in names.items()
         if version
     ]
