@@ -469,7 +469,7 @@ CASES: Mapping[str, Case] = {
     "long-prefill/blind": Case("left alone", 45, long_prefill),
     "long-prefill/restart": Case(
         "restarted after a limited wait, its request answered first",
-        45,
+        60,
         busy,
         {"restart": {"calendar": "daily", "postpone_s": 3, "drain_s": 30}},
     ),
