@@ -150,8 +150,10 @@ def verify(
     if deep and quick:
         raise UsageError("models.verify: --deep and --quick exclude each other")
     how = "reading every byte" if deep else "looking at sizes and times"
-    with progress.waiting(f"{how} of the models of {inventory}", progress.choose()):
-        rows = models.verify(inventory, limit, deep=deep)
+    what = f"{how} of the models of {inventory}"
+    seen: models.Seen = {}
+    with progress.waiting(lambda: ": ".join(filter(None, (what, models.told(seen)))), progress.choose()):
+        rows = models.verify(inventory, limit, deep=deep, seen=seen)
     _print("models.verify", rows, ["host", "model", "bytes", "state"], json)
     _end(rows, models.failed(rows))
 

@@ -7,6 +7,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 LOCKS = "catalog/models/locks"
 
 QUICK_LIMIT_S = 120.0
+SAY_EVERY_S = 2.0
+"""How often a node says how much it has read."""
+
 VERIFY_LIMIT_S = 6 * 3600.0
 """Seconds for reading every byte of every model of a node: 850 GB from a slow disk take hours."""
 
@@ -136,15 +140,36 @@ def _listings(
 # --- on nodes -----------------------------------------------------------------------------------------------
 
 
-def verify(inventory: str, limit: str | None = None, *, deep: bool = False) -> list[dict[str, Any]]:
+Seen = dict[str, tuple[int, int]]
+"""Host -> bytes that it has read, and of how many."""
+
+
+def verify(
+    inventory: str, limit: str | None = None, *, deep: bool = False, seen: Seen | None = None
+) -> list[dict[str, Any]]:
     """One row a host and planned model: host, model, folder, ready, faults, problems, bytes (or `error`).
 
-    Quick looks at sizes and times and reads what somebody has touched; deep reads everything.
+    Quick looks at sizes and times and reads what somebody has touched; deep reads everything, and `seen` is filled
+    meanwhile.
     """
-    limit_s = VERIFY_LIMIT_S if deep else QUICK_LIMIT_S
-    return _ask(
-        inventory, limit, lambda host: {"what": "verify", "models": _models(host), "deep": deep}, limit_s
-    )
+
+    def request(host: HostPlan) -> Mapping[str, Any]:
+        return {"what": "verify", "models": _models(host), "deep": deep, "say_every_s": SAY_EVERY_S}
+
+    return _ask(inventory, limit, request, VERIFY_LIMIT_S if deep else QUICK_LIMIT_S, seen)
+
+
+def told(seen: Seen) -> str:
+    """How far hosts are, the slowest first: `h20-01 120.0 of 703.7 GiB, h20-02 ...`; "" before they say anything."""
+    from bringup.progress import HOSTS_NAMED
+    from bringup.stores import GIB
+
+    slowest = sorted(dict(seen).items(), key=lambda item: (item[1][0] / max(item[1][1], 1), item[0]))
+    parts = [
+        f"{host} {read / GIB:.1f} of {total / GIB:.1f} GiB" for host, (read, total) in slowest[:HOSTS_NAMED]
+    ]
+    more = len(slowest) - HOSTS_NAMED
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
 
 
 def space(inventory: str, limit: str | None = None) -> list[dict[str, Any]]:
@@ -206,14 +231,21 @@ def _root(host: HostPlan) -> dict[str, Any]:
 
 
 def _ask(
-    inventory: str, limit: str | None, request: Callable[[HostPlan], Mapping[str, Any]], limit_s: float
+    inventory: str,
+    limit: str | None,
+    request: Callable[[HostPlan], Mapping[str, Any]],
+    limit_s: float,
+    seen: Seen | None = None,
 ) -> list[dict[str, Any]]:
     """Runs the node's program on every host at once; a host without an answer is a row with `error`."""
     from bringup import fleet, plan
 
     resolved = plan.load(inventory)
     hosts = fleet.hosts_of(inventory, fleet.matching(fleet.groups_of(inventory), limit))
-    answers = fleet.each(hosts, lambda host: _look(host, request(resolved.host(host.name)), limit_s))
+    answers = fleet.each(
+        hosts,
+        lambda host: _look(host, request(resolved.host(host.name)), limit_s, {} if seen is None else seen),
+    )
     rows: list[dict[str, Any]] = []
     for host, found in zip(hosts, answers, strict=True):
         if isinstance(found, Exception):
@@ -224,15 +256,36 @@ def _ask(
     return rows
 
 
-def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
+class Hearing:
+    """What a node's program prints, as it comes: whole lines, of which those about how far it is go into `seen`."""
+
+    def __init__(self, host: str, seen: Seen) -> None:
+        self.last, self._begun = "", ""
+        self._host, self._seen = host, seen
+
+    def __call__(self, text: str) -> None:
+        """More of it has come."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self.last = line
+            with suppress(ValueError, KeyError, TypeError):
+                about = json.loads(line)
+                self._seen[self._host] = (int(about["read"]), int(about["of"]))
+
+
+def _look(host: Host, request: Mapping[str, Any], limit_s: float, seen: Seen) -> list[dict[str, Any]]:
     from bringup import remote
     from bringup.looking import AS_ROOT
 
-    ran = remote.run(host, AS_ROOT.format("python3 -I -"), stdin=program(request), limit_s=limit_s)
+    hearing = Hearing(host.name, seen)
+    ran = remote.run(
+        host, AS_ROOT.format("python3 -I -"), stdin=program(request), limit_s=limit_s, on_output=hearing
+    )
+    seen.pop(host.name, None)
     try:
-        rows: list[dict[str, Any]] = json.loads(ran.out)["rows"]
+        rows: list[dict[str, Any]] = json.loads(hearing.last)["rows"]
     except (ValueError, KeyError, TypeError):
-        said = (ran.err or ran.out).strip().splitlines()
+        said = (ran.err or hearing.last).strip().splitlines()
         why = f"took longer than {limit_s:g} s" if ran.code == 124 else (said[-1] if said else "no output")
         raise HostFailed(Problem(host.name, f"looking at its models failed: {why}")) from None
     return rows

@@ -73,7 +73,7 @@ def stamped(overlay: Overlay) -> store.Model:
     return store.Model(overlay.name, overlay.folder, files, (), overlay.expects)
 
 
-def faults(overlay: Overlay, deep: bool) -> dict[str, str]:
+def faults(overlay: Overlay, deep: bool, read: store.Read | None = None) -> dict[str, str]:
     """Path -> what is wrong; "" stands for the overlay as a whole."""
     if reason := unready(overlay):
         return {"": reason}
@@ -85,7 +85,7 @@ def faults(overlay: Overlay, deep: bool) -> dict[str, str]:
             return {"": "was made of other files than base and delta have now"}
     except graft.GraftRefused as error:
         return {"": "; ".join(str(error).splitlines())}
-    return store.verify(model, deep)
+    return store.verify(model, deep, read=read)
 
 
 def lacking(overlay: Overlay) -> list[str]:
@@ -97,9 +97,9 @@ def lacking(overlay: Overlay) -> list[str]:
     ]
 
 
-def look(overlay: Overlay, deep: bool) -> dict[str, Any]:
+def look(overlay: Overlay, deep: bool, read: store.Read | None = None) -> dict[str, Any]:
     """What `store.look` says, for an overlay."""
-    found = faults(overlay, deep)
+    found = faults(overlay, deep, read)
     return {"changed": bool(found), "ready": not found, "faults": found, **NOTHING_FETCHED}
 
 

@@ -1,6 +1,7 @@
 """The models on a node: are they right, what do they take, who uses them, and what may go.
 
-`main(request)` prints one JSON object. It changes nothing but for `gc` with `remove`.
+`main(request)` prints one JSON object, the last line; how far a deep look is stands in lines before it. It changes
+nothing but for `gc` with `remove`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
+import threading
+import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,19 +19,45 @@ from typing import Any
 
 from . import contents, graft, overlay
 from .files import read_text
-from .store import OURS, READY, Model, StoreFailed, is_stamped, stamp_of, verify
+from .store import OURS, READY, Model, Read, StoreFailed, is_stamped, stamp_of, verify
 
 
-def verified(data: Mapping[str, Any], deep: bool) -> dict[str, Any]:
+class Teller:
+    """Says on stdout how many bytes were read, at most every `every_s` seconds: `{"read": 5, "of": 9}`, one a line."""
+
+    def __init__(self, total: int, every_s: float) -> None:
+        self._total, self._every_s = total, every_s
+        self._read, self._said = 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def read(self, count: int) -> None:
+        """Counts."""
+        with self._lock:
+            self._read += count
+            if time.monotonic() - self._said >= self._every_s:
+                self._said = time.monotonic()
+                print(json.dumps({"read": self._read, "of": self._total}), flush=True)
+
+
+def bytes_of(data: Mapping[str, Any]) -> int:
+    """Bytes that a deep look at a planned model reads."""
+    try:
+        whole = overlay.stamped(overlay.Overlay.of(data)) if data.get("graft") else Model.of(data)
+    except StoreFailed:
+        return 0
+    return sum(file.size for file in whole.files)
+
+
+def verified(data: Mapping[str, Any], deep: bool, read: Read | None = None) -> dict[str, Any]:
     """Is one planned model right? `ready`, `faults` (path -> what), `problems` (what makes no sense)."""
     row: dict[str, Any] = {"model": data["name"], "folder": data["folder"], "deep": deep}
     try:
         if data.get("graft"):
-            return {**row, **_overlay(overlay.Overlay.of(data), deep)}
+            return {**row, **_overlay(overlay.Overlay.of(data), deep, read)}
         model = Model.of(data)
     except StoreFailed as error:
         return {**row, "ready": False, "faults": {}, "problems": [str(error)], "bytes": 0}
-    faults = verify(model, deep)
+    faults = verify(model, deep, read=read)
     whole = [file.path for file in model.files if file.path not in faults]
     problems = contents.check_model(model.folder, whole, model.expects) if deep and not faults else []
     left = contents.leftovers(model.folder) if model.folder.is_dir() else []
@@ -47,8 +75,8 @@ def verified(data: Mapping[str, Any], deep: bool) -> dict[str, Any]:
     }
 
 
-def _overlay(whole: overlay.Overlay, deep: bool) -> dict[str, Any]:
-    seen = overlay.look(whole, deep)
+def _overlay(whole: overlay.Overlay, deep: bool, read: Read | None) -> dict[str, Any]:
+    seen = overlay.look(whole, deep, read)
     held = sum(file.size for file in overlay.stamped(whole).files)
     return {"ready": seen["ready"], "faults": seen["faults"], "problems": [], "bytes": held}
 
@@ -218,9 +246,11 @@ def grafts(rows: Sequence[Mapping[str, Any]], undo: str) -> list[dict[str, Any]]
 def main(
     request: Mapping[str, Any], proc: Path = Path("/proc"), units: Path = Path("/etc/systemd/system")
 ) -> None:
-    """`what`: verify (`models`, `deep`), space, gc (`root`, `planned`, `remove`) or graft (`undo`)."""
+    """`what`: verify (`models`, `deep`, `say_every_s`), space, gc (`root`, `planned`, `remove`) or graft (`undo`)."""
     if request["what"] == "verify":
-        answer: Any = [verified(model, bool(request["deep"])) for model in request["models"]]
+        teller = Teller(sum(map(bytes_of, request["models"])), float(request["say_every_s"]))
+        read = teller.read if request["deep"] else None
+        answer: Any = [verified(model, bool(request["deep"]), read) for model in request["models"]]
     else:
         rows = shelf(Path(request["root"]), request["planned"], proc, units)
         if request["what"] == "graft":
@@ -228,4 +258,4 @@ def main(
         else:
             answer = rows if request["what"] == "space" else collect(rows, bool(request["remove"]))
     free = {root: shutil.disk_usage(root).free for root in [request.get("root", "/")] if Path(root).is_dir()}
-    json.dump({"rows": answer, "free": next(iter(free.values()), None)}, sys.stdout)
+    print(json.dumps({"rows": answer, "free": next(iter(free.values()), None)}))

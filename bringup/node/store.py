@@ -122,7 +122,11 @@ def is_inside(path: str) -> bool:
 # --- verifying ----------------------------------------------------------------------------------------------
 
 
-def sha256_of(path: Path) -> str:
+Read = Callable[[int], None]
+"""Called with the bytes that were read since the last call, from several threads."""
+
+
+def sha256_of(path: Path, read: Read | None = None) -> str:
     """A file's sha256, streamed. Raises OSError."""
     digest = hashlib.sha256()
     buffer = bytearray(HASH_BYTES)
@@ -130,6 +134,8 @@ def sha256_of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
+            if read:
+                read(count)
     return digest.hexdigest()
 
 
@@ -153,20 +159,24 @@ def is_untouched(path: Path, file: File, stamped: Mapping[str, Any] | None) -> b
     return status.st_size == file.size and status.st_mtime_ns == stamped.get("mtime_ns")
 
 
-def fault(path: Path, file: File) -> str:
+def fault(path: Path, file: File, read: Read | None = None) -> str:
     """What is wrong with a file, by reading all of it: "" when nothing is."""
     try:
         size = path.stat().st_size
         if size != file.size:
             return f"has {size} bytes instead of {file.size}"
-        return "" if sha256_of(path) == file.sha256 else "has other bytes than the lock says (sha256 differs)"
+        return (
+            ""
+            if sha256_of(path, read) == file.sha256
+            else "has other bytes than the lock says (sha256 differs)"
+        )
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def verify(model: Model, deep: bool, jobs: int | None = None) -> dict[str, str]:
+def verify(model: Model, deep: bool, jobs: int | None = None, read: Read | None = None) -> dict[str, str]:
     """Path -> fault of each wrong file. Quick reads only files that somebody has touched since the stamp."""
     stamp = {} if deep else stamp_of(model.folder)
     # Not at the top: with logging below it, it would be a third of a relay's start.
@@ -176,7 +186,7 @@ def verify(model: Model, deep: bool, jobs: int | None = None) -> dict[str, str]:
         file for file in model.files if not is_untouched(model.folder / file.path, file, stamp.get(file.path))
     ]
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        found = pool.map(lambda file: fault(model.folder / file.path, file), suspects)
+        found = pool.map(lambda file: fault(model.folder / file.path, file, read), suspects)
         return {file.path: text for file, text in zip(suspects, found, strict=True) if text}
 
 

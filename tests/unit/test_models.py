@@ -251,10 +251,24 @@ def test_the_program_that_goes_to_a_node_says_what_is_wrong(
     (folder / "w").write_bytes(b"abcd")
     store.finish(store.Model.of(given))
     change(folder)
-    program = models.program({"what": "verify", "models": [given], "deep": True})
+    program = models.program({"what": "verify", "models": [given], "deep": True, "say_every_s": 0})
     done = subprocess.run(
         [sys.executable, "-I", "-"], input=program, capture_output=True, text=True, timeout=240, check=True
     )
-    row = json.loads(done.stdout)["rows"][0]
+    *how_far, answer = map(json.loads, done.stdout.splitlines())
+    row = answer["rows"][0]
     assert row["ready"] is ready
     assert words in json.dumps(row)
+    assert how_far == ([{"read": 4, "of": 4}] if (folder / "w").exists() else [])
+
+
+def test_how_far_hosts_are_is_heard_while_they_read_the_slowest_first() -> None:
+    seen: models.Seen = {"b": (2**30, 2**31), "c": (2**31, 2**31), "d": (2**31, 2**31), "e": (0, 0)}
+    hearing = models.Hearing("a", seen)
+    hearing('{"read": 0, "of": 10}\n{"read": 5368')
+    hearing('70912, "of": 1073741824}\n{"rows": []}\n')
+    assert json.loads(hearing.last) == {"rows": []}
+    assert seen["a"] == (536870912, 1073741824)
+    said = "e 0.0 of 0.0 GiB, a 0.5 of 1.0 GiB, b 1.0 of 2.0 GiB, c 2.0 of 2.0 GiB and 1 more"
+    assert models.told(seen) == said
+    assert models.told({}) == ""
