@@ -139,7 +139,8 @@ def _json(hub: Hub, path: str) -> Any:
 
 
 def _read(hub: Hub, where: str) -> bytes:
-    headers = {"User-Agent": "bringup", **({"Authorization": f"Bearer {hub.token}"} if hub.token else {})}
+    token = hub.token.strip()
+    headers = {"User-Agent": "bringup", **({"Authorization": f"Bearer {token}"} if token else {})}
     try:
         with urllib.request.urlopen(
             urllib.request.Request(where, headers=headers), timeout=ANSWER_LIMIT_S
@@ -152,6 +153,10 @@ def _read(hub: Hub, where: str) -> bytes:
         if error.code in (401, 403) and not hub.token:
             told += f"; there is none in {TOKENS[hub.kind]}"
         raise HostFailed(Problem(where, told)) from None
+    except (ValueError, http.client.InvalidURL):
+        # What Python says of it may hold the token.
+        what = f"has a character that must not be in it, or what is in {TOKENS[hub.kind]} has one"
+        raise UsageError(Problem(where, what)) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         reason = getattr(reason, "strerror", None) or reason

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from bringup import ROOT
 from bringup.catalog import ChangeWindow, FlagValue, Positive, RestartWish, Word
@@ -75,12 +75,30 @@ class ServiceIntent(Entry):
     user: UserName | None = None
 
 
+LOCATORS = {
+    "http": (r"https?://\S+", "an address, with http:// or https:// before it"),
+    "node": (r"https?://\S+", "an address, with http:// or https:// before it"),
+    "path": (r"/.*", "a path from the root on"),
+    "controller": (r".*\S.*", "a folder"),
+    "huggingface": (r"[^\s@]+(@\S+)?", "OWNER/NAME@REVISION"),
+    "modelscope": (r"[^\s@]+(@\S+)?", "OWNER/NAME@REVISION"),
+}
+"""What the locator of a source of each kind looks like."""
+
+
 class Source(Entry):
     """A place that models are fetched from before the hubs: `locator` may hold `{name}`, `{repository}`,
     `{revision}`."""
 
     kind: Literal["huggingface", "modelscope", "http", "path", "node", "controller"]
     locator: str
+
+    @model_validator(mode="after")
+    def _fits(self) -> Source:
+        pattern, words = LOCATORS[self.kind]
+        if not re.fullmatch(pattern, self.locator):
+            raise ValueError(f'"{self.locator}" is no locator for {self.kind}: it is {words}')
+        return self
 
 
 class Repository(Entry):

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
+from pydantic import AfterValidator, Field, NonNegativeInt
 
 from bringup import ROOT, hubs
 from bringup.catalog import Catalog, Model, lazy
 from bringup.entries import Entry, build, read_yaml
 from bringup.errors import BringupError, HostFailed, Problem, UsageError
+from bringup.node import store
 from bringup.node.files import write_atomic
 from bringup.planned import HostPlan, ModelFile
 
@@ -34,17 +36,29 @@ VERIFY_LIMIT_S = 6 * 3600.0
 """Seconds for reading every byte of every model of a node: 850 GB from a slow disk take hours."""
 
 
+def _inside(path: str) -> str:
+    if not store.is_inside(path):
+        raise ValueError("is no relative path that stays in the model's folder")
+    return path
+
+
 class _File(Entry):
-    path: str
-    size: int
-    sha256: str
+    path: Annotated[str, AfterValidator(_inside)]
+    size: NonNegativeInt
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _once(files: tuple[_File, ...]) -> tuple[_File, ...]:
+    if bad := store.clashes([file.path for file in files]):
+        raise ValueError(f"{', '.join(bad)} is there twice, or as file and as folder")
+    return files
 
 
 class Lock(Entry):
     """A lock file: the commit, and every file with its size and sha256."""
 
     revision: str
-    files: tuple[_File, ...]
+    files: Annotated[tuple[_File, ...], Field(min_length=1), AfterValidator(_once)]
 
 
 def read_lock(path: Path, where: str | None = None) -> tuple[str, tuple[ModelFile, ...]]:

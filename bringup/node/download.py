@@ -46,8 +46,8 @@ HOURS_OVER = "the hours in which models may be fetched are over; the next run go
 
 
 class DownloadFailed(Exception):
-    """Why a file could not be had. `cause` is a stable word: status, wrong_bytes, unreachable, slow, disk,
-    hours."""
+    """Why a file could not be had. `cause` is a stable word: status, wrong_bytes, unreachable, slow, disk, hours,
+    address."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)

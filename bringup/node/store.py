@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from . import fetch as fetch_program
 from .files import locked, read_text, sweep, sync_folder, write_atomic
 
 if TYPE_CHECKING:
+    from io import FileIO
+
     from .undo import Journal
 
 SCHEMA_VERSION = 1
@@ -104,6 +107,10 @@ class Model:
         bad = [file.path for file in files if not is_inside(file.path)]
         if bad:
             raise StoreFailed(f"model {data['name']}: its lock has a path that leaves the folder: {bad[0]}")
+        if bad := clashes([file.path for file in files]):
+            raise StoreFailed(
+                f"model {data['name']}: its lock has a path twice, or as file and as folder: {bad[0]}"
+            )
         return cls(
             name=str(data["name"]),
             folder=Path(data["folder"]),
@@ -117,6 +124,12 @@ def is_inside(path: str) -> bool:
     """Is it a plain relative path that stays in its folder and out of ours?"""
     parts = PurePosixPath(path).parts
     return bool(parts) and not path.startswith("/") and ".." not in parts and parts[0] != OURS
+
+
+def clashes(paths: Sequence[str]) -> list[str]:
+    """Paths that are there twice, or that are folders of others."""
+    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
+    return sorted(path for path, count in Counter(paths).items() if count > 1 or path in folders)
 
 
 # --- verifying ----------------------------------------------------------------------------------------------
@@ -320,11 +333,14 @@ def address_of(source: Source, file: File, access: Access) -> str:
 
 def headers_of(source: Source, access: Access) -> dict[str, str]:
     """The token of a hub, as a header."""
-    token = {
-        "huggingface": access.huggingface_token,
-        "modelscope": access.modelscope_token,
-    }.get(source.kind, "")
+    token = token_of(source, access)
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def token_of(source: Source, access: Access) -> str:
+    """The token of a hub, without the line's end that files of tokens have."""
+    tokens = {"huggingface": access.huggingface_token, "modelscope": access.modelscope_token}
+    return tokens.get(source.kind, "").strip()
 
 
 def fetch(model: Model, file: File, access: Access, progress: Callable[[int], None]) -> str:
@@ -346,7 +362,7 @@ def fetch(model: Model, file: File, access: Access, progress: Callable[[int], No
                 download.fetch(wanted, access.limits, progress)
             way = f"{source.kind} client" if client else source.kind
             return way + (f" (after {'; '.join(reasons)})" if reasons else "")
-        except (download.DownloadFailed, StoreFailed) as error:
+        except (download.DownloadFailed, StoreFailed, OSError) as error:
             if getattr(error, "cause", "") in ("disk", "hours"):
                 raise StoreFailed(f"{file.path}: {error}") from None
             reasons.append(str(error))
@@ -393,7 +409,7 @@ def by_client(
         "path": file.path,
         "folder": str(stage),
     }
-    token = getattr(access, f"{source.kind}_token")
+    token = token_of(source, access)
     environment = {
         **os.environ,
         **CLIENT_SETTINGS,
@@ -485,19 +501,27 @@ def copy(origin: Path, target: Path, file: File, progress: Callable[[int], None]
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         with origin.open("rb", buffering=0) as come, partial.open("wb", buffering=0) as go:
-            while chunk := come.read(BUFFER_BYTES):
+            while chunk := _read_from(come, origin):
                 go.write(chunk)
                 digest.update(chunk)
                 done += len(chunk)
                 progress(done)
             os.fsync(go.fileno())
     except OSError as error:
-        raise StoreFailed(f"{error.filename or origin}: {error.strerror}") from None
+        raise StoreFailed(f"{error.filename or partial}: {error.strerror}") from None
     if done != file.size or digest.hexdigest() != file.sha256:
         partial.unlink()
         raise StoreFailed(f"{origin} is not the file that the lock says ({done} bytes, sha256 differs)")
     partial.chmod(0o644)
     partial.replace(target)
+
+
+def _read_from(come: FileIO, origin: Path) -> bytes:
+    """The next piece. Raises StoreFailed, which names the file that could not be read: errors of writing do not."""
+    try:
+        return come.read(BUFFER_BYTES)
+    except OSError as error:
+        raise StoreFailed(f"{origin}: {error.strerror}") from None
 
 
 def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str, str]:
@@ -524,6 +548,10 @@ def fetch_all(model: Model, wanted: Sequence[File], access: Access) -> dict[str,
             wait(running, return_when=FIRST_EXCEPTION)
             for future in running:
                 future.cancel()
+        for future in running:
+            error = None if future.cancelled() else future.exception()
+            if error is not None and not isinstance(error, StoreFailed):
+                raise error
     finally:
         progress.end()
     if failed:

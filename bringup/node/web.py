@@ -35,6 +35,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 @contextmanager
 def answer(wanted: Wanted, headers: Mapping[str, str], limits: Limits) -> Iterator[http.client.HTTPResponse]:
     """A server's answer, while it is read. Raises Retry or DownloadFailed, also for what goes wrong meanwhile."""
+    if not wanted.address.startswith(("http://", "https://")):
+        raise DownloadFailed(f"{wanted.address} is no address: it begins with http:// or https://", "address")
     request = urllib.request.Request(wanted.address, headers=dict(headers))
     try:
         with urllib.request.build_opener(_Redirects).open(request, timeout=limits.stall_s) as opened:
@@ -44,6 +46,10 @@ def answer(wanted: Wanted, headers: Mapping[str, str], limits: Limits) -> Iterat
         raise _status(error, wanted, limits) from None
     except TimeoutError:
         raise Retry(f"no byte for {limits.stall_s:g} s") from None
+    except (ValueError, http.client.InvalidURL):
+        # What Python says of it may hold the token.
+        what = "has a character, or its token has one, that must not be in it"
+        raise DownloadFailed(f"{brief(wanted.address)} {what}", "address") from None
     except (urllib.error.URLError, http.client.HTTPException, ConnectionError, ssl.SSLError) as error:
         reason = getattr(error, "reason", None) or error
         raise Retry(f"connection failed: {reason or type(error).__name__}") from None

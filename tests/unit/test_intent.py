@@ -56,6 +56,23 @@ def test_a_folder_that_units_cannot_hold_is_refused(folder: str) -> None:
     assert "node_model_folder" in problems(node_model_folder=folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "locator", "said"),
+    [
+        ("http", "models.example/{name}", "https:// before it"),
+        ("node", "10.0.0.5:7421", "https:// before it"),
+        ("http", "https://models.example/a b", "https:// before it"),
+        ("path", "models/{name}", "a path from the root on"),
+        ("huggingface", "owner/a name", "OWNER/NAME@REVISION"),
+        ("modelscope", "", "OWNER/NAME@REVISION"),
+        ("controller", " ", "a folder"),
+        ("torrent", "x", "node_model_sources.0.kind"),
+    ],
+)
+def test_a_source_that_cannot_be_asked_is_refused(kind: str, locator: str, said: str) -> None:
+    assert said in problems(node_model_sources=[{"kind": kind, "locator": locator}])
+
+
 @pytest.mark.parametrize("name", ["swappiness", "/etc/passwd", "vm swappiness", ""])
 def test_a_setting_that_is_none_of_the_kernels_is_refused(name: str) -> None:
     assert "node_settings" in problems(node_settings={name: 1})

@@ -348,6 +348,68 @@ def test_a_lock_cannot_name_a_path_outside_the_folder(path: str) -> None:
         store.Model.of(data)
 
 
+@pytest.mark.parametrize(
+    ("paths", "bad"), [(["a", "b", "a"], "a"), (["w", "w/x"], "w"), (["a/b/c", "a"], "a")]
+)
+def test_a_lock_cannot_name_a_path_twice_or_as_file_and_folder(paths: list[str], bad: str) -> None:
+    rows = [{"path": path, "size": 1, "sha256": "0" * 64} for path in paths]
+    with pytest.raises(store.StoreFailed, match=f"twice, or as file and as folder: {bad}$"):
+        store.Model.of({"name": "demo", "folder": "/srv/demo", "files": rows})
+
+
+NOBODY = {
+    "no address": store.Source("http", "hub.example/files"),
+    "another scheme": store.Source("http", "file:///etc"),
+    "a space in it": store.Source("http", "http://127.0.0.1:9/a b"),
+    "a client that is gone": store.Source("huggingface", f"{REPOSITORY}@{REVISION}"),
+    "no such folder": store.Source("path", "/nowhere/at/all"),
+    "no folder": store.Source("path", "/etc/hostname"),
+}
+
+
+@pytest.mark.parametrize("what", NOBODY)
+def test_a_source_that_cannot_even_be_asked_is_said_and_left_for_the_next(what: str, tmp_path: Path) -> None:
+    with serving(Hub(dict(FILES))) as address:
+        good = store.Source("http", f"{address}/{REPOSITORY}/resolve/{REVISION}")
+        model = dataclasses.replace(model_in(tmp_path, address), sources=(NOBODY[what], good))
+        hub = dataclasses.replace(access(address), client="/nowhere/python")
+        came = store.ensure(model, hub)["came"]
+    assert contents_of(model.folder) == FILES
+    assert all("(after " in text for path, text in came.items() if FILES[path]), came
+
+
+def test_what_nobody_expected_is_not_lost_while_files_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "fetch", lambda *given: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        store.ensure(model_in(tmp_path, "http://127.0.0.1:9"), access("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize("token", ["secret\n", " secret"])
+def test_the_line_end_of_a_file_with_a_token_is_no_part_of_it(token: str, tmp_path: Path) -> None:
+    with serving(Hub(dict(FILES), token="secret")) as address:
+        model = model_in(tmp_path, address)
+        assert store.ensure(model, access(address, token))["ready"]
+
+
+def test_a_token_that_cannot_be_sent_is_never_said(tmp_path: Path) -> None:
+    with serving(Hub(dict(FILES), token="secret")) as address:
+        with pytest.raises(store.StoreFailed, match="a character, or its token has one") as failure:
+            store.ensure(model_in(tmp_path, address), access(address, "sec\nret"))
+        assert "sec" not in str(failure.value).replace("second", "")
+
+
+def test_a_copy_says_which_of_its_two_ends_failed(tmp_path: Path) -> None:
+    file = store.File("w", 4, hashlib.sha256(b"abcd").hexdigest())
+    (tmp_path / "w").write_bytes(b"abcd")
+    (tmp_path / "full.partial").symlink_to("/dev/full")
+    with pytest.raises(store.StoreFailed, match=r"full\.partial: No space left"):
+        store.copy(tmp_path / "w", tmp_path / "full", file)
+    with pytest.raises(store.StoreFailed, match="/proc/self/mem: "):
+        store.copy(Path("/proc/self/mem"), tmp_path / "here", file)
+
+
 def test_files_from_the_controller_are_asked_for_and_taken_when_they_are_right(tmp_path: Path) -> None:
     model = store.Model("demo", tmp_path / "demo", lock_of(FILES), (store.Source("controller", "x"),))
     first = store.ensure(model, access(""))

@@ -143,6 +143,35 @@ def test_a_lock_keeps_odd_file_names(path: str, tmp_path: Path) -> None:
 # --- on a node ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"path": "../w"}, "no relative path"),
+        ({"path": ".bringup/ready.json"}, "no relative path"),
+        ({"size": -1}, "greater than or equal to 0"),
+        ({"sha256": "AB" * 32}, "sha256"),
+        ({"sha256": ""}, "sha256"),
+        ({"path": "there"}, "twice"),
+        ({"path": "there/below"}, "as file and as folder"),
+    ],
+)
+def test_a_lock_that_nobody_can_fulfil_is_refused_when_it_is_read(
+    row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    right = {"path": "there", "size": 1, "sha256": "0" * 64}
+    path = tmp_path / "lock.yml"
+    path.write_text(json.dumps({"revision": "r", "files": [right, {**right, "path": "w", **row}]}))
+    with pytest.raises(UsageError, match=words):
+        models.read_lock(path)
+
+
+def test_a_token_that_cannot_be_sent_to_a_hub_is_never_said(hub: tuple[Hub, str]) -> None:
+    with pytest.raises(UsageError, match="what is in HF_TOKEN has one") as failure:
+        hubs.listing(hubs.Hub("huggingface", hub[1], "sec\nret"), REPOSITORY, "main")
+    assert "sec\nret" not in str(failure.value)
+    assert "sec\\nret" not in str(failure.value)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Three models: planned, forgotten, and a folder that is none of ours."""
