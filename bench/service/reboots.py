@@ -1,11 +1,12 @@
 """A node loses its power at a point of its provisioning: the next run must bring it to its planned state.
 
-    python -m bench.service.reboots [--nodes bench-38,bench-39] [--points locked,building]
+    python -m bench.service.reboots [--nodes bench-38,bench-39] [--points locked,model+verified+units]
 
 For each point a fresh lab node is provisioned; when the point is reached (the node itself looks for it, twenty times
 a second) the node is killed and booted again, the run is let end, and a second one must end with 0, a third must
-change nothing, and the server must answer. As many points at once as there are nodes. Prints a table; exit code 1
-when one does not. What a disk loses that was not written out yet is not lost here: the node's kernel lives on.
+change nothing, and the server must answer. Points joined by `+` are met by one node in a row: it loses its power at
+the first, the next run at the second, and so on. As many nodes at once as are named. Prints a table; exit code 1 when
+one does not converge. What a disk loses that was not written out yet is not lost here: the node's kernel lives on.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ POINTS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One point: was it met before the run's end, exit codes of the three runs, changes of the last, and an answer."""
+    """Points met by one node: seconds until each (None: the run ended before), exit codes of the runs that were cut
+    and of the next, the changes of the last, and an answer.
+    """
 
-    point: str
-    met_s: float | None
-    first: int
+    points: tuple[str, ...]
+    met_s: tuple[float | None, ...]
+    cut: tuple[int, ...]
     second: int
     second_s: float
     changed: int
@@ -70,7 +73,7 @@ class Row:
     def good(self) -> bool:
         """Did the node come to its planned state?"""
         converged = self.second == Exit.DONE and self.changed == 0 and self.answered
-        return self.met_s is not None and converged
+        return None not in self.met_s and converged
 
 
 def wait_for(engine: lab.Engine, name: str, test: str, process: subprocess.Popen[str]) -> float | None:
@@ -87,8 +90,8 @@ def wait_for(engine: lab.Engine, name: str, test: str, process: subprocess.Popen
     return round(time.monotonic() - began, 1) if met else None
 
 
-def one(place: Site, name: str, point: str) -> Row:
-    """One power cut at a point, and the runs after it."""
+def cut(place: Site, name: str, point: str) -> tuple[float | None, int]:
+    """A run whose node loses its power at a point: when it was reached, and the run's exit code."""
     engine = lab.find_engine()
     assert engine is not None
     process = place.start("provision", "--json")
@@ -96,6 +99,12 @@ def one(place: Site, name: str, point: str) -> Row:
     engine.run("kill", name)
     lab.reboot(name, say=sites.quiet)
     process.communicate(timeout=RUN_LIMIT_S)
+    return met, process.returncode
+
+
+def one(place: Site, name: str, points: Sequence[str]) -> Row:
+    """Power cuts at points, one after the other, and the runs after them."""
+    met, codes = zip(*(cut(place, name, point) for point in points), strict=True)
     begun = time.monotonic()
     second = place.invoke("provision", "--json", limit=RUN_LIMIT_S)
     seconds = time.monotonic() - begun
@@ -103,7 +112,7 @@ def one(place: Site, name: str, point: str) -> Row:
         print(second.text[-4000:], file=sys.stderr)
     third = place.invoke("provision", "--json", limit=RUN_LIMIT_S)
     changed = sum(host["changed"] for host in third.data["hosts"].values()) if third.code == Exit.DONE else -1
-    return Row(point, met, process.returncode, second.code, round(seconds, 1), changed, comes(name))
+    return Row(tuple(points), met, codes, second.code, round(seconds, 1), changed, comes(name))
 
 
 def comes(name: str) -> bool:
@@ -129,12 +138,16 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in names:
         free.put(name)
 
-    def try_one(point: str) -> Row:
+    def try_one(joined: str) -> Row:
         name = free.get()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 # A name of its own: one inventory is provisioned by one run at a time.
-                row = one(sites.make(Path(folder) / f"reboots-{point}", [name]), name, point)
+                row = one(
+                    sites.make(Path(folder) / f"reboots-{joined.partition('+')[0]}", [name]),
+                    name,
+                    joined.split("+"),
+                )
             print(row, file=sys.stderr, flush=True)
             return row
         finally:
@@ -148,9 +161,9 @@ def main(words: Sequence[str] | None = None) -> int:
     shown = Table("power cut when", "after s", "run", "next run", "s", "changes after", "answers", "")
     for row in rows:
         cells = (
-            POINTS[row.point][0],
-            row.met_s,
-            row.first,
+            ", then ".join(POINTS[point][0] for point in row.points),
+            ", ".join(map(str, row.met_s)),
+            ", ".join(map(str, row.cut)),
             row.second,
             row.second_s,
             row.changed,

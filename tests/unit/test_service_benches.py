@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -86,8 +87,10 @@ def test_each_point_of_a_power_cut_is_a_shell_command(point: str) -> None:
 
 def test_there_are_ten_points_and_a_row_is_good_only_when_the_node_converged() -> None:
     assert len(reboots.POINTS) >= 10
-    good = reboots.Row("logs", 3.0, 5, 0, 9.0, 0, answered=True)
+    good = reboots.Row(("logs",), (3.0,), (5,), 0, 9.0, 0, answered=True)
     assert good.good
-    assert not reboots.Row("logs", None, 0, 0, 9.0, 0, answered=True).good, "the point was never met"
-    assert not reboots.Row("logs", 3.0, 5, 0, 9.0, 2, answered=True).good
-    assert not reboots.Row("logs", 3.0, 5, 4, 9.0, -1, answered=True).good
+    never = reboots.Row(("logs", "units"), (3.0, None), (5, 0), 0, 9.0, 0, answered=True)
+    assert not never.good, "a point was never met"
+    assert not dataclasses.replace(good, changed=2).good
+    assert not dataclasses.replace(good, second=4, changed=-1).good
+    assert not dataclasses.replace(good, answered=False).good
