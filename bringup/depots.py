@@ -160,5 +160,6 @@ def serve(shelves: Sequence[depot.Shelf], address: str, port: int, who: depot.Do
     """Serves until it is interrupted. Raises UsageError when the port is taken."""
     try:
         depot.serve((address, port), shelves, who)
-    except OSError as error:
-        raise UsageError(f"models.depot: cannot listen on {address}:{port}: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"models.depot: cannot listen on {address}:{port}: {why}") from None

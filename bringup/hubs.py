@@ -73,7 +73,14 @@ def listing(hub: Hub, repository: str, revision: str, include: Sequence[str] = (
     `include`: patterns of paths, none for all. Raises HostFailed (the hub) or UsageError (nothing matches).
     """
     read = _huggingface if hub.kind == "huggingface" else _modelscope
-    commit, found = read(hub, repository, revision)
+    try:
+        commit, found = read(hub, repository, revision)
+    except (KeyError, TypeError, AttributeError):
+        what = f"does not list the files of {repository} as {hub.kind} does: is this the address of one?"
+        raise HostFailed(Problem(hub.address, what)) from None
+    if COMMIT.fullmatch(revision) and commit != revision:
+        what = f"was asked for commit {revision} and answers with {commit}"
+        raise HostFailed(Problem(f"{hub.address}/{repository}", what))
     files = [file for file in found if wanted(file.path, include)]
     if not files:
         where = f"{hub.address}/{repository}@{revision}"

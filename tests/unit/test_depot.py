@@ -191,6 +191,12 @@ def test_an_address_that_is_none_is_refused_before_anything_is_served() -> None:
         depots.doors(["10.0.0.0/33"], "")
 
 
+@pytest.mark.parametrize(("address", "port"), [("192.0.2.1", 0), ("127.0.0.1", 99999), ("no.invalid", 0)])
+def test_where_it_cannot_listen_is_said(address: str, port: int) -> None:
+    with pytest.raises(UsageError, match=f"cannot listen on {address}:{port}: "):
+        depots.serve([], address, port)
+
+
 def test_the_token_comes_from_a_credential_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

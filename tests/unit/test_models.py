@@ -126,6 +126,23 @@ def test_a_hub_that_refuses_is_named_with_the_cause_and_without_the_token(
             assert hubs.listing(hubs.Hub("huggingface", address, token), path, "main").files
 
 
+@pytest.mark.parametrize("kind", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b'{"sha": "x", "siblings": [{"rfilename": "w"}]}', b"null"])
+def test_a_mirror_that_lists_nothing_as_the_hub_does_is_said(
+    kind: str, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hubs, "_read", lambda hub, where: answer)
+    with pytest.raises(HostFailed, match=f"does not list the files of {REPOSITORY} as {kind} does"):
+        hubs.listing(hubs.Hub(kind, "http://mirror.example"), REPOSITORY, "main")
+
+
+def test_a_hub_that_answers_with_another_commit_than_was_asked_for_is_refused(hub: tuple[Hub, str]) -> None:
+    with pytest.raises(
+        HostFailed, match=f"was asked for commit {OTHER_REVISION} and answers with {REVISION}"
+    ):
+        hubs.listing(hubs.Hub("huggingface", hub[1]), REPOSITORY, OTHER_REVISION)
+
+
 def test_a_hub_that_is_not_there_is_said() -> None:
     with pytest.raises(HostFailed, match="cannot be reached"):
         hubs.listing(hubs.Hub("huggingface", "http://127.0.0.1:9"), REPOSITORY, "main")
