@@ -12,7 +12,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -400,9 +400,30 @@ def install(chosen: Mapping[str, str], old: Sequence[str], journal: undo.Journal
     finally:
         undo.run(["systemctl", "unmask", "--runtime", *daemons])
         undo.run(["systemctl", "daemon-reload"])
+    return installing(chosen, old)
+
+
+def installing(chosen: Mapping[str, str], old: Sequence[str]) -> list[str]:
+    """The steps of an installation, in words."""
     return [f"install {name}={version}" for name, version in sorted(chosen.items())] + [
-        f"remove {name}" for name in gone
+        f"remove {name}" for name in sorted(set(old) - set(chosen))
     ]
+
+
+def offered(folder: Path) -> dict[str, list[str]]:
+    """The versions of each package in a local archive, newest first, from its index or from the packages."""
+    known = folder / "Packages"
+    texts = [facts.read(known)] if known.is_file() else []
+    for path in () if texts else sorted(folder.glob("*.deb")):
+        texts.append(undo.run(["dpkg-deb", "-f", str(path), "Package", "Version"])[1] + "\n")
+    found: dict[str, set[str]] = {}
+    for row in "\n".join(texts).split("\n\n"):
+        about = dict(
+            line.split(": ", 1) for line in row.splitlines() if re.match(r"(Package|Version): ", line)
+        )
+        if len(about) == 2:
+            found.setdefault(about["Package"], set()).add(about["Version"])
+    return {name: sorted(texts, key=numbers, reverse=True) for name, texts in found.items()}
 
 
 def hold(names: Iterable[str], journal: undo.Journal | None) -> list[str]:
@@ -445,10 +466,6 @@ def daemons(wish: Wish, changed: Sequence[str], own: Sequence[str], check_only: 
         {"name": name, "enabled": True, "started": True, "restart_on": [f"/etc/systemd/system/{name}"]}
         for name in own
     ]
-    if check_only:
-        rows = [
-            row for row in rows if units.show(str(row["name"]))["LoadState"] == "loaded" or row["name"] in own
-        ]
     done: list[str] = units.apply(rows, changed, check_only, ROLE)["done"]
     return done
 
@@ -487,25 +504,29 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         files.append({"path": SOURCE, "state": "absent"})
     placed = place.apply(files, check_only, ROLE)
     done: list[str] = []
+    chosen: Mapping[str, str] = {}
     if change:
-        done += _change(wish, now, given, placed["changed_paths"], kernel, check_only)
+        done, chosen = _change(wish, now, given, placed["changed_paths"], kernel, check_only)
     journal = None if check_only else undo.Journal(ROLE)
     if not check_only:
         now = look(sets)
-    done += hold(
-        set(names_of(sets, now.packaged.partition(".")[0], kernel)) & set(packages.versions()), journal
-    )
+    elif change:
+        now = _expected(wish, now, chosen, given, kernel)
+    there = {*packages.versions(), *chosen}
+    done += hold(set(names_of(sets, now.packaged.partition(".")[0], kernel)) & there, journal)
     done += _initramfs(placed["changed_paths"], journal)
     reboot = reboot_reasons(wish, now)
-    if not reboot and not check_only and not now.running and now.packaged:
-        load()
+    if not reboot and not now.running and now.packaged:
+        if not check_only:
+            load()
         done.append("load the driver")
-    if not reboot or check_only:
+    if not reboot:
         done += daemons(wish, placed["changed_paths"], given["units"], check_only)
     else:
-        undo.run(["systemctl", "daemon-reload"])
+        if not check_only:
+            undo.run(["systemctl", "daemon-reload"])
         for name in (PERSISTENCE, *([FABRIC] if wish.fabric else []), *given["units"]):
-            done += _enable(name)
+            done += _enable(name, check_only)
     if not check_only:
         seal.claim(_claims(wish, now, given, kernel))
     diff = [*placed["diff"], *([{"before": "", "after": "\n".join(done) + "\n"}] if done else [])]
@@ -537,10 +558,20 @@ def _claims(wish: Wish, now: Now, given: Mapping[str, Any], kernel: str) -> list
     ]
 
 
-def _enable(name: str) -> list[str]:
+def _expected(wish: Wish, now: Now, chosen: Mapping[str, str], given: Mapping[str, Any], kernel: str) -> Now:
+    """What a node would have after the installation that check mode leaves out."""
+    version = packaged_version(given["packages"], chosen, kernel) or wanted_version(wish, now)
+    return replace(
+        now, packaged=version, fabric=version if wish.fabric else now.fabric, packaged_open=wish.open_modules
+    )
+
+
+def _enable(name: str, check_only: bool) -> list[str]:
     state, active = undo.unit_state(name)
     if state == "enabled":
         return []
+    if check_only:
+        return [f"enable {name}"]
     undo.Journal(ROLE).remember_unit(name, state, active)
     code, said = undo.run(["systemctl", "enable", name])
     if code != 0:
@@ -550,16 +581,18 @@ def _enable(name: str) -> list[str]:
 
 def _change(
     wish: Wish, now: Now, given: Mapping[str, Any], changed: Sequence[str], kernel: str, check_only: bool
-) -> list[str]:
-    """Chooses packages and installs them; in check mode only says what it would install."""
+) -> tuple[list[str], Mapping[str, str]]:
+    """Chooses packages and installs them; what was done, and the packages. In check mode it only says what it would
+    install: a repository that the node does not know yet is asked nothing, so its packages have no names then.
+    """
     spec = wanted_version(wish, now)
     names = names_of(given["packages"], spec.partition(".")[0], kernel)
     headers = [f"linux-headers-{kernel}"] if wish.modules == "dkms" else []
+    old = installed_of(given["packages"], packages.versions(), kernel, ("driver", "fabric"))
     if check_only:
-        _, chosen = choose(wish, spec, given["packages"], packages.available(names), kernel)
-        return [f"install {name}={text}" for name, text in sorted(chosen.items())] or [
-            f"install driver {spec}"
-        ]
+        there = offered(Path(given["archive"])) if given["archive"] else {}
+        _, chosen = choose(wish, spec, given["packages"], {**packages.available(names), **there}, kernel)
+        return installing(chosen, old) or [f"install driver {spec}"], chosen
     if any(path.startswith("/etc/apt/") for path in changed) or not packages.available(names):
         packages.refresh()
     had = packages.available([*names, *headers])
@@ -575,8 +608,7 @@ def _change(
     done = drain(given["services"])
     if headers and not built_for.exists():
         chosen = {**chosen, headers[0]: had[headers[0]][0]}
-    old = installed_of(given["packages"], packages.versions(), kernel, ("driver", "fabric"))
-    return done + install(chosen, old, undo.Journal(ROLE))
+    return done + install(chosen, old, undo.Journal(ROLE)), chosen
 
 
 def _none(wish: Wish, spec: str, names: Sequence[str], had: Mapping[str, Sequence[str]]) -> str:

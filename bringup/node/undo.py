@@ -441,11 +441,12 @@ class Journal:
             failed.append(f"{' '.join(words)}: {said[-600:]}")
 
     def _paths_back(self, done: list[str], failed: list[str], used: Sequence[Path], check: bool) -> None:
-        shared, gone = self._shared("paths"), set(self.data["trees"]) - self._shared("trees")
+        shared, trees = self._shared("paths"), set(self.data["trees"]) - self._shared("trees")
+        whole, gone = [Path(tree) for tree in trees if not _is_below(tree, used)], set(trees)
         # Deepest first, so that a folder is empty when its turn comes.
         for text in sorted(self.data["paths"], key=lambda name: (-name.count("/"), name)):
             path, before = Path(text), self.data["paths"][text]
-            if text in shared or _is_below(text, used) or look(path) == before:
+            if text in shared or _is_below(text, [*used, *whole]) or look(path) == before:
                 continue
             if before == NOTHING and (left := _holds(path, gone)):
                 self._say_kept(path, left)

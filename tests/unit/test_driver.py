@@ -348,3 +348,11 @@ def test_a_repository_is_trusted_by_its_own_key_only(tmp_path: Path) -> None:
 def test_a_repository_that_the_site_names_no_more_goes_with_its_key() -> None:
     gone = [row["path"] for row in given()["nvidia_driver_files"] if row.get("state") == "absent"]
     assert gone == [nvidia_driver.KEYRING, nvidia_driver.REPOSITORY]
+
+
+def test_what_an_archive_offers_is_read_from_its_index_newest_first(tmp_path: Path) -> None:
+    rows = [("a", "570.9-1"), ("a", "570.158.01-1"), ("b", "1:580.1-1")]
+    text = "\n".join(f"Package: {name}\nVersion: {version}\nDescription: x\n" for name, version in rows)
+    (tmp_path / "Packages").write_text(text)
+    assert driver.offered(tmp_path) == {"a": ["570.158.01-1", "570.9-1"], "b": ["1:580.1-1"]}
+    assert driver.offered(tmp_path / "none") == {}
