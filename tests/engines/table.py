@@ -10,7 +10,6 @@ node's.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import shlex
 import subprocess
@@ -297,14 +296,19 @@ def crash_loop(made: Node) -> str:
     )
 
 
+def rotate(made: Node) -> None:
+    """Cut the log, and wait until another file is written."""
+    newest = "readlink /var/log/bringup/words/engine.log"
+    old = made.sh(f"{newest}; echo another line > /run/bringup/log/words; systemctl reload bringup-log-words")
+    made.until(lambda: made.sh(newest) != old, 20)
+
+
 def exits_0(made: Node) -> str:
     """It ends by itself with 0: started again, and kept as a crash, also when its log has been cut since."""
     up(made)
     seen = comes_back(made, lambda: None, 25)
     for _ in range(KEPT_LOGS + 2):
-        cut = "readlink /var/log/bringup/words/engine.log"
-        old = made.sh(f"{cut}; echo another line > /run/bringup/log/words; systemctl reload bringup-log-words")
-        made.until(functools.partial(lambda old: made.sh(cut) != old, old), 20)
+        rotate(made)
     kept = made.sh("python3 /opt/bringup/lib/trail.py words --show")
     return (
         f"{seen}, end of its log kept" if "stand-in: model loaded" in kept else f"not kept as a crash: {kept}"
@@ -405,20 +409,23 @@ def refused(made: Node, before: str, text: str) -> str:
     return f"refused: {last['why']}" if good else f"not refused as it must be: {same}, {last}"
 
 
-def busy(made: Node) -> str:
-    """It waits for a quiet moment, not for ever, and then for the request in flight."""
+def begin_to_wait(made: Node) -> None:
+    """A server with a long prompt in flight (its answer's status goes to /root/code), whose restart waits for that."""
     up(made)
-    old = made.show("MainPID")
     body = json.dumps({"model": "words", "messages": [{"role": "user", "content": "a-very-long-prompt"}]})
     ask = f"curl -s -m 60 -o /dev/null -w '%{{http_code}}' -d {shlex.quote(body)}"
     made.sh(f"rm -f /root/code; {ask} http://127.0.0.1:{PORT}/v1/chat/completions > /root/code 2>/dev/null &")
-    made.until(
-        lambda: made.sh(f"curl -s http://127.0.0.1:{PORT}/metrics | grep running") == "standin:running 1", 10
-    )
+    running = f"curl -s http://127.0.0.1:{PORT}/metrics | grep running"
+    made.until(lambda: made.sh(running) == "standin:running 1", 10)
     made.sh("systemctl start --no-block bringup-restart-words")
-    waits = "cat /run/bringup/restarting/words.json 2>/dev/null || true"
-    made.until(lambda: "a quiet moment" in made.sh(waits), 10)
-    made.until(lambda: "requests in flight" in made.sh(waits), 20)
+    made.until(lambda: "a quiet moment" in made.sh(WAITS), 10)
+
+
+def busy(made: Node) -> str:
+    """It waits for a quiet moment, not for ever, and then for the request in flight."""
+    begin_to_wait(made)
+    old = made.show("MainPID")
+    made.until(lambda: "requests in flight" in made.sh(WAITS), 20)
     made.until(lambda: bool(made.restarts()), 40)
     last, code = made.restarts()[-1], made.sh("cat /root/code")
     new = made.show("MainPID") not in (old, "0")
@@ -427,6 +434,19 @@ def busy(made: Node) -> str:
     return f"waited {waited}; none cut" if good else f"not as it must be: {new}, {code}, {last}"
 
 
+def paused(made: Node) -> str:
+    """Whoever stops the schedule stops the restart that waits, and that is no failure."""
+    begin_to_wait(made)
+    old = made.show("MainPID")
+    made.sh("systemctl stop bringup-restart-words.timer")
+    unit = "bringup-restart-words.service"
+    made.until(lambda: made.show("ActiveState", unit) == "inactive", 10)
+    last = made.restarts()[-1]
+    good = made.show("MainPID") == old and last["outcome"] == "refused" and not made.sh(WAITS)
+    return f"refused: {last['why']}" if good else f"not ended as it must be: {last}"
+
+
+WAITS = "cat /run/bringup/restarting/words.json 2>/dev/null || true"
 ALWAYS = ["00:00-24:00"]
 CASES: Mapping[str, Case] = {
     "well": Case("serves", 15, well),
@@ -472,6 +492,12 @@ CASES: Mapping[str, Case] = {
         60,
         busy,
         {"restart": {"calendar": "daily", "postpone_s": 3, "drain_s": 30}},
+    ),
+    "long-prefill/paused": Case(
+        "its restart, which waits, ends with its timer",
+        45,
+        paused,
+        {"restart": {"calendar": "daily", "postpone_s": 60}},
     ),
     "floods": Case("no line lost or doubled, serves", 45, floods),
     "floods/limited": Case(
