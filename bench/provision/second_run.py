@@ -57,7 +57,7 @@ class Way:
 
 
 def timed(way: Way) -> tuple[float, float]:
-    """Wall seconds and CPU seconds (with its processes) of one run. Raises SystemExit with its output when it failed."""
+    """Wall seconds and CPU seconds of one run with its processes. Raises SystemExit with its output when it failed."""
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
         list(way.argv),

@@ -50,6 +50,9 @@ UNIT_PROPERTIES = (
     "InvocationID",
 )
 
+DIGESTS = {"sha256": "content", "content": "content", "record": "record", "runs from": "runs from"}
+"""Fields that are digests, and what is said of them."""
+
 Row = dict[str, Any]
 
 
@@ -206,9 +209,14 @@ def differences(row: Row, found: Mapping[str, Any]) -> list[Row]:
 
 def _difference(row: Row, field: str, expected: Any, found: Any) -> Row:
     thing = f"{row['kind']} {row['name']}"
-    if field == "sha256":
-        # A digest of a secret does not leave the node.
-        return {"what": thing, "field": "content", "expected": "as it was left", "found": "another content"}
+    if field in DIGESTS:
+        # A digest says nothing to anybody, and one of a secret does not leave the node.
+        return {
+            "what": thing,
+            "field": DIGESTS[field],
+            "expected": "as it was left",
+            "found": "another" if found else "nothing",
+        }
     shape = oct if field == "mode" else lambda value: value
     expected, found = (shape(one) if isinstance(one, int) else one for one in (expected, found))
     return {"what": thing, "field": field, "expected": expected, "found": found}
