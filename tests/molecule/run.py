@@ -149,8 +149,15 @@ def changed(tasks: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[An
     for row in tasks:
         if row["changed"]:
             what = {name: row[name] for name in ("changed_paths", "done", "items") if name in row}
+            if "changed_paths" in what:
+                what["changed_paths"] = ends(what["changed_paths"])
             found.setdefault((row["host"], row["task"]), []).append(what)
     return found
+
+
+def ends(paths: Sequence[str]) -> list[str]:
+    """Paths without the folders above another of them: those come with it, whoever is the first to need them."""
+    return [path for path in paths if not any(other.startswith(f"{path}/") for other in paths)]
 
 
 def remove_nodes(engine: lab.Engine, scenario: Scenario) -> None:

@@ -1,4 +1,4 @@
-"""Signs the package archive of a scenario's node with a key made for it, and keeps that key and a stranger's here.
+"""Makes a signed copy of the package archive of a scenario's node, and keeps its key and a stranger's here.
 
 python -m tests.molecule.signed NODE       writes .cache/molecule/vendor.asc and stranger.asc (public keys)
 """
@@ -14,7 +14,10 @@ from bringup import ROOT
 from tests.molecule.twin import docker
 
 KEYS = ROOT / ".cache" / "molecule"
-ON_NODE = "/opt/twin/archive"
+ARCHIVE = "/opt/twin/archive"
+ON_NODE = "/opt/twin/signed"
+"""Apart from the archive, which a twin trusts without a signature."""
+
 LIMIT_S = 120
 
 
@@ -45,6 +48,7 @@ def main(words: list[str]) -> None:
         for name in ("vendor", "stranger"):
             gpg(home, "--quick-generate-key", f"{name} of a scenario", "ed25519", "sign", "never")
             (KEYS / f"{name}.asc").write_bytes(gpg(home, "--armor", "--export", f"{name} of a scenario"))
+        docker("exec", node, "cp", "--archive", ARCHIVE, ON_NODE)
         release = docker("exec", node, "cat", f"{ON_NODE}/Release").encode()
         signed = home / "InRelease"
         signed.write_bytes(gpg(home, "--local-user", "vendor of a scenario", "--clearsign", stdin=release))
