@@ -43,6 +43,9 @@ class Clause(entries.Entry):
     all: tuple[str, ...] = Field(default=(), description="regular expressions, each matched within one line")
     line: str | None = Field(default=None, description="short for `all` with one pattern")
     xid: tuple[int, ...] = Field(default=(), description="short for the GPU error codes of the NVIDIA driver")
+    trouble: str | None = Field(
+        default=None, description="short for a subject (an expression) beside a word of trouble"
+    )
     unless: tuple[str, ...] = Field(default=(), description="not a line that matches one of these too")
     none: tuple[str, ...] = Field(
         default=(), description="another line that matches one of these rules it out"
@@ -61,24 +64,33 @@ class Clause(entries.Entry):
     @model_validator(mode="after")
     def _has_pattern(self) -> Clause:
         if not self.patterns:
-            raise ValueError("needs `line`, `xid` or `all`")
+            raise ValueError("needs `line`, `xid`, `trouble` or `all`")
         return self
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns that must match, `line` first."""
         xid = (xid_pattern(self.xid),) if self.xid else ()
-        return ((self.line,) if self.line else ()) + xid + self.all
+        trouble = (trouble_pattern(self.trouble),) if self.trouble else ()
+        return ((self.line,) if self.line else ()) + xid + trouble + self.all
 
     @cached_property
     def exceptions(self) -> re.Pattern[str] | None:
-        """What a line that matches must not match too."""
-        return any_of(self.unless)
+        """What a line that matches must not match too; a notice is no trouble."""
+        return any_of((*self.unless, NOTICE) if self.trouble else self.unless)
 
     @field_validator("unless")
     @classmethod
     def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return _checked(value)
+
+    @field_validator("trouble")
+    @classmethod
+    def _usable_subject(cls, value: str | None) -> str | None:
+        if value:
+            _checked((value,))
+            _usable_pattern(value)
+        return value
 
     @field_validator("line", "all", "none")
     @classmethod
@@ -102,6 +114,30 @@ def xid_pattern(codes: Sequence[int]) -> str:
         r"|errors?\b|codes?\b|events?\b|number\b){0,8}"
     )
     return rf"\bxids?\b{between}(?<!\w)(?:{listed})(?![\w.:])|xid_errors?\{{[^}}]*\}}\s+(?:{listed})\b"
+
+
+TROUBLE = (
+    r"(?:fail(?:ed|s|ure|ing)?\b|\b(?:errors?|unable|cannot|missing|denied|refused|invalid|unavailable|broken|rejected"
+    r"|corrupt\w*|mismatch\w*|incompatible|unsupported|abort\w*|crash\w*|hang|hangs|hung|stuck|dead|died|lost"
+    r"|conflict\w*|exceeded|exhausted|insufficient|unexpected|exception|panic|wrong|bad|non-zero)\b"
+    r"|\bcould(?:n.t| not)\b|\bcan.t\b|\bdoes(?:n.t| not)\b|\btime(?:d ?)?-?out\b|\bno such\b"
+    r"|\bnot (?:be )?(?:found|available|supported|allowed|permitted|loaded|running|configured|detected|installed"
+    r"|working|accessible|reachable|ready|initiali[sz]ed|enough|match\w*|valid|exist|writable)\b"
+    r"|\btoo (?:small|low|many|old|few)\b)"
+)
+"""What programs say when something is wrong, whatever it is."""
+
+NOTICE = (
+    r"\b(?:INFO|DEBUG|TRACE)\b|level=(?:info|debug)|<(?:info|debug)>|\b(?:no|0|without|zero) errors?\b"
+    r"|errors?\s*[:=]\s*0\b|deprecat|will be ignored|can be ignored|safely ignore|fall\w* back|disabling|skipping"
+    r"|ignoring|successful|succeeded|recovered|retrying|non-?fatal"
+)
+"""What a line says that only mentions trouble."""
+
+
+def trouble_pattern(subject: str) -> str:
+    """The subject beside a word of trouble, in either order."""
+    return rf"(?:{subject}).{{0,80}}?{TROUBLE}|{TROUBLE}.{{0,60}}?(?:{subject})"
 
 
 def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:

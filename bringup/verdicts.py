@@ -70,17 +70,23 @@ class Finding:
 
 
 def judge(reading: Reading, library: failures.Library, context: Context) -> tuple[Finding, ...]:
-    """The causes the evidence shows, most likely first: roots, then follow-ups, then what is harmless."""
+    """The causes the evidence shows, most likely first: roots, then follow-ups, then what is harmless.
+
+    A guess about lines that a surer cause accounts for is left out.
+    """
     context = _with_engine(context, reading.head)
     found = []
-    orders: dict[str, int] = {}
+    orders: dict[str, set[int]] = {}
     for cause, failure in library.causes.items():
         seen = _seen(failure, reading.hits, context)
         if seen is not None:
             hits, confidence, count = seen
-            orders[cause] = hits[0].order
+            orders[cause] = {hit.order for hit in hits}
             found.append(_finding(cause, failure, hits, confidence, count))
-    return _ranked(found, library, orders)
+    sure = [finding.cause for finding in found if finding.confidence >= WEAK]
+    known = set().union(*(orders[cause] for cause in sure))
+    found = [item for item in found if item.cause in sure or not orders[item.cause] <= known]
+    return _ranked(found, library, {cause: min(some) for cause, some in orders.items()})
 
 
 def unusual(reading: Reading, findings: Iterable[Finding]) -> tuple[Line, ...]:
@@ -250,12 +256,12 @@ def _line(hit: Hit) -> Line:
 def _ranked(
     found: list[Finding], library: failures.Library, orders: Mapping[str, int]
 ) -> tuple[Finding, ...]:
-    """Most likely first; whatever explains another finding comes before it."""
+    """Most likely first; whatever explains another finding, no less surely, comes before it."""
     explained_by = {
         finding.cause: {
             other.cause
             for other in found
-            if finding.cause in library.causes[other.cause].explains and other.severity != "note"
+            if finding.cause in library.causes[other.cause].explains and _tier(other) <= _tier(finding)
         }
         for finding in found
     }

@@ -105,7 +105,7 @@ def test_collected_wordings_keep_their_cause() -> None:
         key: pair for key, pair in verdicts.items() if pair[1] != (None if pair[0] == "benign" else pair[0])
     }
     wrong = {key: pair for key, pair in missed.items() if pair[1] is not None}
-    assert len(rows) >= 330
+    assert len(rows) >= 720
     assert len({row["cause"] for row in rows}) >= 110
     assert len(missed) <= 0.05 * len(rows), missed
     assert len(wrong) <= 0.02 * len(rows), wrong

@@ -275,6 +275,28 @@ def test_a_clause_may_need_repetition() -> None:
     assert _found(library, "alpha\nalpha\nalpha")
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("flux capacitor: cannot be charged", True),
+        ("error while charging the flux capacitor", True),
+        ("flux capacitor charged", False),
+        ("INFO flux capacitor failed over, nothing to do", False),
+        ("flux capacitor is missing, falling back to coal", False),
+    ],
+)
+def test_a_subject_beside_a_word_of_trouble_is_evidence_and_a_notice_is_not(line: str, found: bool) -> None:
+    assert _found(_library(match=[{"trouble": "flux capacitor", "confidence": 0.6}]), line) is found
+
+
+def test_a_guess_about_a_line_that_a_surer_cause_accounts_for_is_left_out() -> None:
+    text = "python3[7]: OSError: [Errno 28] No space left on device: '/dev/shm/nccl-1' by nvme0n1"
+    assert _causes(text) == ["shm-too-small"]
+    guess = "nvme0n1: something unexpected went wrong"
+    assert _causes(guess) == ["disk-io-error"]
+    assert _causes(f"{text}\n{guess}") == ["shm-too-small", "disk-io-error"]
+
+
 def test_engine_versions_and_facts_of_the_context_count() -> None:
     library = _library(match=[{"line": "alpha", "engine": ["sglang"], "versions": ">=0.5.13"}])
     assert _found(library, "alpha")

@@ -61,6 +61,11 @@ def test_a_rule_without_fixed_words_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_subject_without_fixed_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="no fixed text"):
+        failures.Clause.model_validate({"trouble": r"sm_?\\d+"})
+
+
 def test_an_existing_cause_is_not_overwritten(tmp_path: Path) -> None:
     failures.add("flux-empty", [LINE], ANSWERS, tmp_path)
     with pytest.raises(UsageError, match="exists"):
