@@ -99,8 +99,9 @@ def _refuse_unknown_flags(program: Program, contexts: Sequence[Any]) -> None:
         return
     if "-" in words and context.positional_args:
         # invoke takes a lone hyphen for a flag; here it means standard input
-        first = f"--{context.positional_args[0].name}=-"
-        program.core.unparsed = words = [first if word == "-" else word for word in words]
+        flag = f"--{context.positional_args[0].name}"
+        joined = [word for word, after in itertools.pairwise([*words, ""]) if (word, after) != (flag, "-")]
+        program.core.unparsed = words = [f"{flag}=-" if word == "-" else word for word in joined]
     flags = {**program.initial_context.flags, **context.flags, **dict.fromkeys(context.inverse_flags)}
     expecting = False
     for word in words[1:]:

@@ -434,12 +434,13 @@ def add(cause: str, lines: Sequence[str], answers: Mapping[str, str], folder: Pa
 
 
 def _known_as(text: str, folder: Path) -> str | None:
-    """The cause that the folder's rules already see in the text; notes and follow-ups aside."""
+    """The cause that the folder's rules already see in the text; guesses, notes and follow-ups aside."""
     from bringup import evidence, verdicts
 
     known = library(folder)
     found = verdicts.judge(evidence.read([evidence.of_text("", text)], known), known, verdicts.Context())
-    first = next((item for item in found if item.severity != "note" and item.kind == "root"), None)
+    known_roots = (item for item in found if item.severity != "note" and item.kind == "root")
+    first = next((item for item in known_roots if item.confidence >= verdicts.WEAK), None)
     return first.cause if first else None
 
 

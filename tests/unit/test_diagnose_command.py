@@ -40,8 +40,9 @@ def _bundle() -> bytes:
     return packed.getvalue()
 
 
-def test_a_bundle_on_standard_input_gives_one_json_object_and_exit_4() -> None:
-    done = _invoke("diagnose", "-", "--json", text=_bundle())
+@pytest.mark.parametrize("words", [("-",), ("--log", "-"), ("--log=-",), ()])
+def test_a_bundle_on_standard_input_gives_one_json_object_and_exit_4(words: tuple[str, ...]) -> None:
+    done = _invoke("diagnose", *words, "--json", text=_bundle())
     data = json.loads(done.stdout)
     assert done.returncode == Exit.FAILED
     assert data["schema_version"] == 1

@@ -63,7 +63,7 @@ def test_a_rule_without_fixed_words_is_refused(tmp_path: Path) -> None:
 
 def test_a_subject_without_fixed_words_is_refused() -> None:
     with pytest.raises(ValueError, match="no fixed text"):
-        failures.Clause.model_validate({"trouble": r"sm_?\\d+"})
+        failures.Clause.model_validate({"trouble": r"sm_?\d+"})
 
 
 def test_an_existing_cause_is_not_overwritten(tmp_path: Path) -> None:
@@ -77,6 +77,15 @@ def test_lines_that_a_rule_knows_already_are_refused_with_its_name(tmp_path: Pat
     with pytest.raises(UsageError, match='already known as "flux-empty"'):
         failures.add("flux-again", [LINE.replace("7", "8")], ANSWERS, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["flux-empty.yml"]
+
+
+def test_a_guess_does_not_keep_a_rule_for_its_line_out(tmp_path: Path) -> None:
+    path = failures.add("flux-empty", [LINE], ANSWERS, tmp_path)
+    entry = entries.read_yaml(path, path.name)
+    entry["match"] = [{"trouble": "flux capacitor", "confidence": 0.6}]
+    failures._write(path, entry)
+    failures.add("flux-lost", ["flux capacitor was lost"], ANSWERS, tmp_path)
+    assert sorted(item.stem for item in tmp_path.iterdir()) == ["flux-empty", "flux-lost"]
 
 
 def test_all_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
