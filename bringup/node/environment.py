@@ -7,6 +7,8 @@ which the next build removes. Downloads are kept between builds, so nothing is f
 
 from __future__ import annotations
 
+import base64
+import csv
 import ctypes
 import hashlib
 import json
@@ -36,6 +38,7 @@ UNCOUNTED = (MANIFEST, INSTALLER)
 """Files in an environment that are written after its content was noted."""
 
 SCHEMA_VERSION = 1
+BYTECODE = "__pycache__"
 
 BUILD_LIMIT_S = 3600
 """Seconds that installing all packages may take: some engines weigh 10 GB."""
@@ -112,7 +115,7 @@ def is_ready(wanted: Wanted) -> bool:
     about = manifest(prefix)
     if about.get("digest") != wanted.digest or about.get("packages") != packages(prefix):
         return False
-    if about.get("content", content := fingerprint(prefix)) != content:
+    if "content" in about and about["content"] != fingerprint(prefix) and not is_only_touched(prefix, about):
         return False
     return _quiet([str(prefix / "bin" / "python"), "-B", "-c", ""]) == 0
 
@@ -177,11 +180,34 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
         return _outcome(wanted, built, switched, pruned)
 
 
+def is_only_touched(prefix: Path, about: Mapping[str, Any]) -> bool:
+    """Are only times of files others than noted, and every file still the one that its package brought?
+
+    What conda's packages bring is not compared: an environment with any is not taken for whole.
+    """
+    if conda.installed(prefix) or about.get("shape") != seal.fingerprint(prefix, UNCOUNTED, times=False):
+        return False
+    for record in prefix.glob("lib/python3*/site-packages/*.dist-info/RECORD"):
+        with record.open(encoding="utf-8", newline="") as file:
+            for name, digest, *_ in csv.reader(file):
+                path = record.parent.parent / name
+                if digest and BYTECODE not in path.parts and digest != _wheel_digest(path):
+                    return False
+    return True
+
+
+def _wheel_digest(path: Path) -> str:
+    """A file's digest as wheels write it."""
+    digest = bytes.fromhex(seal.sha256(path))
+    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
+
+
 def note_content(prefix: Path) -> None:
     """Completes the manifest with what is there; an environment from before that was done counts as it is found."""
     about = manifest(prefix)
-    if "content" not in about:
-        about["content"] = fingerprint(prefix)
+    noted = {"content": fingerprint(prefix), "shape": seal.fingerprint(prefix, UNCOUNTED, times=False)}
+    if {**about, **noted} != about:
+        about.update(noted)
         write_atomic(prefix / MANIFEST, json.dumps(about, indent=1, sort_keys=True) + "\n")
 
 

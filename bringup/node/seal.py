@@ -445,11 +445,12 @@ def _tree(row: Mapping[str, Any], shown: Shown) -> Row:
     return {"content": fingerprint(Path(row["name"]), row["but"])}
 
 
-def fingerprint(folder: Path, but: Sequence[str] = ()) -> str:
+def fingerprint(folder: Path, but: Sequence[str] = (), times: bool = True) -> str:
     """One digest of a folder's names, owners, rights, sizes, times and link targets; contents are not read.
 
-    `but`: names in the folder itself that do not count. Times of folders do not either, as bytecode comes and
-    goes beside what it was made from, nor do times of inodes, which change with other names of the same file.
+    `but`: names in the folder itself that do not count; `times`: whether times of files do. Those of folders never
+    do, as bytecode comes and goes beside what it was made from, nor those of inodes, which change with other names of
+    the same file.
     """
     total = hashlib.sha256()
     todo = [str(folder)]
@@ -471,7 +472,7 @@ def fingerprint(folder: Path, but: Sequence[str] = ()) -> str:
             elif entry.is_dir(follow_symlinks=False):
                 todo.append(entry.path)
             else:
-                line += [status.st_size, status.st_mtime_ns]
+                line += [status.st_size, status.st_mtime_ns if times else 0]
             total.update(("\0".join(map(str, line)) + "\n").encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 

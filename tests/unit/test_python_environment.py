@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -178,6 +179,21 @@ def test_a_package_that_was_put_in_or_taken_out_by_hand_makes_it_be_built_again(
     (packages / "stranger-1.dist-info").mkdir()
     assert environment.ensure(one)["built"]
     assert not (packages / "stranger-1.dist-info").exists()
+
+
+def test_content_that_was_changed_by_hand_is_damage_and_a_time_alone_is_none(built: Path) -> None:
+    one = wanted(built, "1.0")
+    environment.ensure(one)
+    (module,) = Path(one.prefix).glob("lib/python3*/site-packages/smallest*.py")
+    text = module.read_text()
+    os.utime(module, (1, 1))
+    assert not environment.ensure(one)["changed"]
+    assert environment.manifest(Path(one.prefix))["content"] == environment.fingerprint(Path(one.prefix))
+    module.write_text("x" * len(text))
+    assert environment.ensure(one)["built"]
+    assert module.read_text() == text
+    (Path(one.prefix) / "bin" / "by-hand").touch()
+    assert environment.ensure(one)["built"]
 
 
 KILLED = """
