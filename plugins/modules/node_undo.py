@@ -96,8 +96,9 @@ def main() -> None:
     if why := obstacle(given, module.check_mode):
         module.fail_json(msg=why)
     try:
-        done = stopped(given, module.check_mode)
-        done += journal.restore(module.check_mode, shelf.used_by)
+        first = stopped(given, module.check_mode)
+        # A rehearsal finds the servers up once more.
+        done = list(dict.fromkeys([*first, *journal.restore(module.check_mode, shelf.used_by)]))
     except (stopping.StillServing, undo.UndoFailed, OSError) as error:
         module.fail_json(msg=str(error))
     diff = {"before": "", "after": "\n".join(done) + "\n"} if done else {}
