@@ -2,6 +2,10 @@
 
     sudo .venv/bin/python bench/distribute/run.py [--nodes 8] [--mib 256] [--mbit 200] [--ways star,chain]
 
+Ways: chain (ours), killed (the same, and a node dies after a third of a copy's time), star (each from the first
+node), and of others.py udpcast, udpcast-killed and libtorrent, whose `arrived_of_one_nic` is without the hashing of
+what has come: it costs more here, where all nodes share the cores, than on nodes of their own.
+
 Each node is a network namespace behind its own rate limit (token bucket both ways) on one bridge. Needs
 root, `ip` and `tc`. Prints one JSON object; times are from the start of the processes until the folder of
 every (living) node is ready. `up_s` of them is until the last node listens (it has nothing yet then): here all
@@ -30,10 +34,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.distribute import others  # noqa: E402 (the checkout must be on the path first)
+
 SWITCH = "bgsw"
 PREFIX = "bgn"
 PORT = 7801
 LIMIT_S = 900.0
+OURS = ("chain", "killed", "star")
+KILLED = "-killed"
 STAR = """
 import json, sys
 from pathlib import Path
@@ -81,7 +91,7 @@ def network(nodes: int, mbit: int) -> Iterator[None]:
             )
             sh("ip", "-n", SWITCH, "link", "set", port, "master", "br0")
             sh("ip", "-n", SWITCH, "link", "set", port, "up")
-            sh("ip", "-n", space, "addr", "add", f"10.99.0.{index + 1}/24", "dev", "e0")
+            sh("ip", "-n", space, "addr", "add", f"10.99.0.{index + 1}/24", "brd", "+", "dev", "e0")
             sh("ip", "-n", space, "link", "set", "e0", "up")
             limit = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
             sh("tc", "-n", space, "qdisc", "add", "dev", "e0", *limit)
@@ -143,28 +153,32 @@ def cpu() -> float:
 
 
 def play(way: str, base: Path, rows: Sequence[dict[str, Any]], nodes: int, t1: float) -> dict[str, float]:
-    """Seconds until all nodes are ready (and until all listened), and the CPU seconds of all processes.
-
-    `killed`: node 2 dies after a third of a copy's time.
-    """
+    """Seconds until all nodes are ready (until all listened, until all bytes had arrived), and the CPU seconds of
+    all processes. A way that ends with `killed`: node 2 dies after a third of a copy's time."""
     running: dict[int, subprocess.Popen[bytes]] = {}
     for node in range(1, nodes):
         shutil.rmtree(base / str(node), ignore_errors=True)
     shutil.rmtree(base / "0" / "demo" / ".bringup", ignore_errors=True)
-    began, up, seconds = cpu(), 0.0, 0.0
-    argvs = [command(way, base, rows, node) for node in range(nodes)]
+    ours = way in OURS
+    if way == "libtorrent":
+        others.prepare(base)
+    began, up, there, seconds = cpu(), 0.0, 0.0, 0.0
+    argvs = [command(way, base, rows, node, nodes) for node in range(nodes)]
     started = time.monotonic()
     try:
         for node, argv in enumerate(argvs):
             running[node] = inside(node, argv, base)
         waiting = set(range(1, nodes))
-        silent = set(range(1 if way == "star" else nodes))
+        coming = set() if ours else set(waiting)
+        silent = set(range({"star": 1}.get(way, nodes if ours else 0)))
         while waiting:
             silent = {node for node in silent if not listens(running[node])}
-            up = up or (0.0 if silent else time.monotonic() - started)
+            up = up or (0.0 if silent or not ours else time.monotonic() - started)
+            coming = {node for node in coming & waiting if not others.arrived(base, node)}
+            there = there or (0.0 if coming else time.monotonic() - started)
             if time.monotonic() - started > LIMIT_S:
                 raise SystemExit(f"{way}: nodes {sorted(waiting)} were not ready after {LIMIT_S} s")
-            if way == "killed" and 2 in waiting and time.monotonic() - started > t1 / 3:
+            if way.endswith("killed") and 2 in waiting and time.monotonic() - started > t1 / 3:
                 end(running[2])
                 waiting.discard(2)
             waiting = {
@@ -175,11 +189,19 @@ def play(way: str, base: Path, rows: Sequence[dict[str, Any]], nodes: int, t1: f
     finally:
         for process in running.values():
             end(process)
-    return {"seconds": seconds, "up_s": up, "cpu_s": cpu() - began}
+    return {
+        "seconds": seconds,
+        "up_s": up,
+        "arrived_s": seconds if ours else there,
+        "cpu_s": cpu() - began,
+    }
 
 
-def command(way: str, base: Path, rows: Sequence[dict[str, Any]], node: int) -> list[str]:
+def command(way: str, base: Path, rows: Sequence[dict[str, Any]], node: int, nodes: int) -> list[str]:
     """What runs on a node."""
+    if way not in OURS:
+        others.spec(base, node, rows)
+        return others.WAYS[way.removesuffix(KILLED)](base, node, nodes)
     addresses = [f"http://10.99.0.{before + 1}:{PORT}" for before in range(node - 1, -1, -1)]
     spec = {
         "model": {"name": "demo", "folder": str(base / str(node) / "demo"), "files": list(rows)},
@@ -220,16 +242,20 @@ def main() -> None:
         rows = make(base / "0" / "demo", given.mib, given.files)
         inside(0, [sys.executable, "-c", "import bringup.node.relay"], base).wait()
         for way in given.ways.split(","):
+            if lacking := others.missing(way.removesuffix(KILLED)):
+                print(f"{way}: left out, {', '.join(lacking)} is not here", file=sys.stderr)
+                continue
             runs = []
             for _ in range(given.repeats):
                 run = play(way, base, rows, given.nodes + 1, t1)
                 run.update(of_one_nic=run["seconds"] / t1, since_up=(run["seconds"] - run["up_s"]) / t1)
+                run.update(arrived_of_one_nic=run.pop("arrived_s") / t1)
                 run.update(load_1m=os.getloadavg()[0])
                 run["cpu_s_gib"] = run["cpu_s"] / given.nodes / (given.mib / 1024)
                 runs.append({name: round(value, 3) for name, value in run.items()})
                 print(f"{way}: {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
             result["ways"][way] = {"runs": runs}
-            for name in ("of_one_nic", "since_up"):
+            for name in ("of_one_nic", "since_up", "arrived_of_one_nic"):
                 found = [run[name] for run in runs]
                 spread = {"median": round(statistics.median(found), 3), "min": min(found), "max": max(found)}
                 result["ways"][way][name] = spread

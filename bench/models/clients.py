@@ -12,7 +12,6 @@ one JSON object, and a line a case on stderr; exit code 1 when a case ended in a
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from bringup.node import download, store  # noqa: E402 (the checkout must be on the path first)
 from tests.standin.hub import REPOSITORY, REVISION, Hub, serving  # noqa: E402
+from tests.standin.models import lock_of  # noqa: E402
 
 FAULTS = (
     "401",
@@ -58,15 +58,12 @@ CLIENT_STALL_S = 45.0
 def one(kind: str, fault: str, often: str, client: str) -> dict[str, Any]:
     """One case: how it ended, who brought the file, how long it took, and what is wrong with that."""
     hub = Hub(dict(FILES), {PATH: [fault] * (1 if often == "once" else ALWAYS)})
-    rows = tuple(
-        store.File(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in FILES.items()
-    )
     wrong: list[str] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, serving(hub) as address:
         revision = REVISION if kind == "huggingface" else "master"
         source = store.Source(kind, f"{REPOSITORY}@{revision}")
-        model = store.Model("demo", Path(folder) / "demo", rows, (source,))
+        model = store.Model("demo", Path(folder) / "demo", lock_of(FILES), (source,))
         access = store.Access(
             huggingface=address,
             modelscope=address,

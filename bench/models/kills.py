@@ -10,13 +10,11 @@ run did not end ready and bit-identical, or a killed client had left something r
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from bringup.node import relay, store  # noqa: E402 (the checkout must be on the path first)
 from tests.standin.hub import REPOSITORY, Hub, serving  # noqa: E402
+from tests.standin.models import free_port, parts, rows_of  # noqa: E402
 
 FILES = 6
 RUN_LIMIT_S = 120
@@ -45,14 +44,6 @@ store.PROGRESS = Path(sys.argv[1] + ".progress")
 limits = download.Limits(back_off_s=0.02, bytes_s=spec["bytes_s"])
 store.ensure(store.Model.of(spec["model"]), store.Access(limits=limits))
 """
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def spec_of(folder: Path, rows: Sequence[dict[str, Any]], origin: str, port: int, bytes_s: float) -> Path:
@@ -136,12 +127,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--way", default="mixed", choices=["http", "relay", "mixed"])
     given = parser.parse_args()
-    data = random.Random(given.seed).randbytes(given.mib * 1024**2 // FILES)
-    files = {f"part-{number}.bin": bytes([number]) + data[1:] for number in range(FILES)}
-    rows = [
-        {"path": path, "size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        for path, text in files.items()
-    ]
+    files = parts(FILES, given.mib * 1024**2 // FILES, given.seed)
+    rows = rows_of(files)
     results = []
     with tempfile.TemporaryDirectory() as folder, serving(Hub(files)) as address:
         origin = f"{address}/{REPOSITORY}/resolve/main"

@@ -21,6 +21,7 @@ from bringup.errors import HostFailed, UsageError
 from bringup.node import depot, download, store
 from bringup.planned import ModelFile
 from tests.standin.hub import REPOSITORY, REVISION, Hub, serving
+from tests.standin.models import rows_of
 
 BIG = random.Random(3).randbytes(200_000)
 FILES = {"config.json": b'{"a": 1}', "parts/big.bin": BIG, "empty.txt": b""}
@@ -31,11 +32,10 @@ def row(folder: Path) -> dict[str, Any]:
     for path, data in FILES.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
-    files = [{"path": p, "size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for p, d in FILES.items()]
     return {
         "name": "demo",
         "folder": str(folder),
-        "files": files,
+        "files": rows_of(FILES),
         "commit": REVISION,
         "repositories": [REPOSITORY],
     }

@@ -21,23 +21,10 @@ from bringup import ROOT, stores
 from bringup.errors import HostFailed
 from bringup.node import contents, download, store, web
 from tests.standin.hub import REPOSITORY, REVISION, Hub, serving
+from tests.standin.models import IMPATIENT, lock_of
 
-IMPATIENT = download.Limits(
-    stall_s=0.4,
-    slowest_bytes_s=100_000,
-    slow_window_s=0.3,
-    tries=3,
-    back_off_s=0.01,
-    retry_after_longest_s=5,
-)
 BIG = random.Random(1).randbytes(300_000)
 FILES = {"config.json": b'{"architectures": ["Demo"]}', "parts/big.bin": BIG, "empty.txt": b""}
-
-
-def lock_of(files: dict[str, bytes]) -> tuple[store.File, ...]:
-    return tuple(
-        store.File(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in files.items()
-    )
 
 
 def model_in(folder: Path, address: str, files: dict[str, bytes] | None = None) -> store.Model:

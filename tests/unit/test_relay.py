@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +19,7 @@ import pytest
 
 from bringup import ROOT
 from bringup.node import download, relay, store
+from tests.standin.models import free_port, rows_of
 
 FILES = {f"part-{number}.bin": random.Random(number).randbytes(2_500_000) for number in range(3)} | {
     "empty": b""
@@ -30,18 +29,7 @@ CALM_LIMIT_S = 240
 
 
 def model(folder: Path) -> dict[str, Any]:
-    rows = [
-        {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for path, data in FILES.items()
-    ]
-    return {"name": "demo", "folder": str(folder / "demo"), "files": rows}
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    return {"name": "demo", "folder": str(folder / "demo"), "files": rows_of(FILES)}
 
 
 class Chain:
