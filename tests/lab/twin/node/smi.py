@@ -289,9 +289,11 @@ def processes() -> dict[int, list[tuple[int, str, int]]]:
             found.setdefault(number, []).append((row["pid"], row["name"], row["memory_mib"]))
     for folder in Path("/proc").glob("[0-9]*") if state.root() == Path("/") else ():
         try:
-            title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
+        # Before the title of an emulated process stand the emulator and the program's path.
+        title = next((word for word in words[:3] if "[stand-in] gpus=" in word), "")
         match = re.search(r"\[stand-in\] gpus=([\d,]+) mib=(\d+)", title)
         for number in map(int, match[1].split(",")) if match else ():
             name = title.partition(" [")[0]
