@@ -117,7 +117,7 @@ def xid_pattern(codes: Sequence[int]) -> str:
 
 
 TROUBLE = (
-    r"(?:fail(?:ed|s|ure|ing)?\b|\b(?:errors?|unable|cannot|missing|denied|refused|invalid|unavailable|broken|rejected"
+    r"(?:(?:fail(?:ed|s|ure|ing)?|errors?)\b|\b(?:unable|cannot|missing|denied|refused|invalid|unavailable|broken|rejected"
     r"|corrupt\w*|mismatch\w*|incompatible|unsupported|abort\w*|crash\w*|hang|hangs|hung|stuck|dead|died|lost"
     r"|conflict\w*|exceeded|exhausted|insufficient|unexpected|exception|panic|wrong|bad|non-zero)\b"
     r"|\bcould(?:n.t| not)\b|\bcan.t\b|\bdoes(?:n.t| not)\b|\btime(?:d ?)?-?out\b|\bno such\b"

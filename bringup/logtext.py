@@ -118,11 +118,12 @@ _ECHO = re.compile(
     r"|\bCommand line: BOOT_IMAGE=|\bKernel command line: "
     r"|^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
     r"|^(?:TASK|PLAY|RUNNING HANDLER|PLAY RECAP) \[|^(?:ok|changed|skipping): \["
+    r"|^\+[^\s+]|^\d{4}-\d\d-\d\d [\d:]{8} (?:install|upgrade|remove|purge|configure|status|trigproc) "
 )
 
 
 def is_echo(line: str) -> bool:
-    """Whether the line only repeats settings, a program's usage or a play's headings: no evidence."""
+    """Whether the line only repeats settings, a usage, a play's headings, a diff or what dpkg did: no evidence."""
     return _ECHO.search(line) is not None
 
 

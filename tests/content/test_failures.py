@@ -190,7 +190,14 @@ def test_the_page_of_all_causes_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["usage: serve [-h]", "  [--watchdog-timeout WATCHDOG_TIMEOUT]", "server_args=ServerArgs(x=1)"]
+    "text",
+    [
+        "usage: serve [-h]",
+        "  [--watchdog-timeout WATCHDOG_TIMEOUT]",
+        "server_args=ServerArgs(x=1)",
+        "+TasksMax=65536",
+        "2026-11-30 07:35:25 install nvidia-fabricmanager-580:amd64 <none> 580.159.04-0",
+    ],
 )
 def test_repeated_settings_are_no_evidence(text: str) -> None:
     assert logtext.is_echo(text)
