@@ -3,7 +3,7 @@
     .venv/bin/python bench/models/reboot.py [--rounds 10] [--mib 64] [--nodes bench-11,bench-12]
 
 Role `model_store` is played as provisioning plays it; a hub stand-in on this machine gives the files. The first
-play is capped, so that a minute is left when a quarter is there and the node (the head and the follower in turn)
+play is capped, so that half a minute is left when a quarter is there and the node (the head and the follower in turn)
 goes down: it must fail, and leave a part of the model and no stamp. The next play, without a cap, must end with the
 right bytes on both nodes and must not fetch again what was there. Prints one JSON object: bytes at the reboot and
 after it, and how many the hub was asked for afterwards. Exit code 1: something of that did not hold.
@@ -34,7 +34,7 @@ from tests.standin.models import parts, rows_of  # noqa: E402
 FILES = 4
 PLAY_LIMIT_S = 600
 WAIT_LIMIT_S = 120
-SECONDS = 80.0
+SECONDS = 40.0
 """How long the capped download takes: far longer than a node needs to go down."""
 
 CUT_AT = 0.25
