@@ -33,6 +33,10 @@ options:
     type: list
     elements: str
     default: []
+  look:
+    description: Only say whether something is in the way, and change nothing.
+    type: bool
+    default: false
 author: bringup
 """
 
@@ -86,6 +90,7 @@ def main() -> None:
             "servers": {"type": "str", "choices": ["leave", "refuse", "drain"], "default": "leave"},
             "stand_on_it": {"type": "list", "elements": "str", "default": []},
             "along": {"type": "list", "elements": "str", "default": []},
+            "look": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
@@ -95,6 +100,8 @@ def main() -> None:
         module.exit_json(changed=False, done=[], kept=[])
     if why := obstacle(given, module.check_mode):
         module.fail_json(msg=why)
+    if given["look"]:
+        module.exit_json(changed=False, done=[], kept=[])
     try:
         first = stopped(given, module.check_mode)
         # A rehearsal finds the servers up once more.
