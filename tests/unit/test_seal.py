@@ -77,10 +77,16 @@ MUTATIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file that is gone": (lambda f: (f / "file").unlink(), "state"),
     "a folder's mode": (lambda f: (f / "folder").chmod(0o700), "mode"),
     "a folder that is gone": (lambda f: (f / "folder").rmdir(), "state"),
-    "a link's target": (lambda f: ((f / "link").unlink(), (f / "link").symlink_to("elsewhere")), "target"),
-    "a link that became a file": (lambda f: ((f / "link").unlink(), (f / "link").write_text("x")), "state"),
+    "a link's target": (lambda f: _instead(f / "link").symlink_to("elsewhere"), "target"),
+    "a link that became a file": (lambda f: _instead(f / "link").write_text("x"), "state"),
     "what must not be there": (lambda f: (f / "gone").write_text("back\n"), "state"),
 }
+
+
+def _instead(path: Path) -> Path:
+    """The path, with nothing there any more."""
+    path.unlink()
+    return path
 
 
 def _same_size_and_time(path: Path) -> None:
@@ -345,3 +351,28 @@ def test_code_goes_into_the_roles_that_reach_it_through_modules_programs_and_imp
         "preflight"
     )
     assert "bringup/node/store.py" not in reached("node_files", "preflight", "system_settings")
+
+
+HARMLESS = {
+    "preflight",
+    *(f"ansible.builtin.{name}" for name in ("assert", "group_by", "include_tasks", "reboot")),
+}
+"""What leaves nothing on a node."""
+
+
+@pytest.mark.parametrize("role", rolevars.ROLES)
+def test_all_that_a_role_leaves_is_recorded_by_the_module_that_leaves_it(role: str) -> None:
+    """A task that changes a node without recording it would be sealed as if it had left nothing."""
+    programs = seal._Programs()
+    tasks = yaml.safe_load((ROOT / "roles" / role / "tasks" / "main.yml").read_text())
+    used = {
+        key for task in tasks for key in task if key.startswith("ansible.builtin.") or key in programs._named
+    }
+    recording = {
+        name
+        for name in used - HARMLESS
+        for path in programs._reached(programs._named.get(name, []))
+        if path.name != "seal.py" and "seal.claim(" in path.read_text()
+    }
+    assert used, "its tasks are seen"
+    assert used - HARMLESS - recording == set()
