@@ -1,7 +1,7 @@
 """Everything that must be true before a change goes in, in stages, with what each cost.
 
 python -m tests.stages [--only lint --only unit ...]; `invoke test` and `invoke lint` call the same.
-Stages that need no node run two at a time while the node image is made; those with nodes follow.
+Stages that need no node run two at a time while node images are made; those with nodes follow.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ STAGES: Mapping[str, tuple[Command, ...]] = {
     "molecule": (Command("scenarios", ("python", "tests/molecule/run.py")),),
     # On real nodes a failure may be the machine's: a second try tells, and -ra names what needed one.
     "e2e": _pytest("tests/e2e", "--reruns=1", "--reruns-delay=10", "-rR"),
+    "arm64": _pytest("tests/arm64", "--reruns=1", "--reruns-delay=10", "-rR"),
     "vllm": (Command("acceptance", ("python", "tests/vllm/run.py")),),
 }
-ON_REQUEST = ("vllm",)
-"""Only when they are named: this one downloads 3 GB."""
-NEED_NODES = ("molecule", "e2e")
+ON_REQUEST = ("arm64", "vllm")
+"""Only when they are named: the first emulates a node for a quarter of an hour, the second downloads 3 GB."""
+NEED_NODES: Mapping[str, str] = {"molecule": "amd64", "e2e": "amd64", "arm64": "arm64"}
+"""Stages with nodes, and the architecture of their image."""
 
 
 def environment() -> dict[str, str]:
@@ -133,10 +135,6 @@ def table(outcomes: Sequence[Outcome], seconds: float) -> str:
     )
 
 
-def _image() -> None:
-    lab.ensure_image()
-
-
 def check(only: Sequence[str] = ()) -> int:
     """The stages named in `only` (else all but ON_REQUEST), their table at the end; 0 when all passed.
 
@@ -145,16 +143,16 @@ def check(only: Sequence[str] = ()) -> int:
     names = [name for name in STAGES if (name in only if only else name not in ON_REQUEST)]
     started = time.monotonic()
     outcomes: list[Outcome] = []
-    free = [name for name in names if name not in NEED_NODES]
     bound = [name for name in names if name in NEED_NODES]
-    with ThreadPoolExecutor(AT_ONCE + 1) as pool:
-        image = pool.submit(_image) if bound else None
-        outcomes += _side_by_side(free)
-        if image is not None:
-            image.result()
-    for name in bound:
-        print(f"== {name}", flush=True)
-        outcomes.append(stage(name, keep=False))
+    with ThreadPoolExecutor(1) as pool:
+        images = {
+            arch: pool.submit(lab.ensure_image, arch) for arch in sorted({NEED_NODES[name] for name in bound})
+        }
+        outcomes += _side_by_side([name for name in names if name not in NEED_NODES])
+        for name in bound:
+            images[NEED_NODES[name]].result()
+            print(f"== {name}", flush=True)
+            outcomes.append(stage(name, keep=False))
     outcomes.sort(key=lambda outcome: names.index(outcome.name))
     print(table(outcomes, time.monotonic() - started), flush=True)
     return int(any(outcome.code for outcome in outcomes))

@@ -1,4 +1,5 @@
-"""One pair of nodes for the whole run; its tests stand in the order of the story they tell."""
+"""What the tests of a run share, brought up once: a pair of nodes, and a twin of each of two inventories. Tests stand
+in the order of the story that they tell."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bringup import lab
+from tests.e2e import rehearsal
 from tests.e2e import site as sites
 
 
@@ -18,3 +20,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sites.Site]:
     made = sites.make(folder, ("e2e-01", "e2e-02"))
     yield made
     lab.down(list(made.names), say=sites.quiet)
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[rehearsal.Rehearsal]:
+    """A twin of a platform without NVSwitches, as it was born."""
+    made = rehearsal.Rehearsal("gh200", "gh200-01")
+    made.take_down()
+    yield made
+    made.take_down()
+
+
+@pytest.fixture(scope="session")
+def grace(fresh: rehearsal.Rehearsal) -> rehearsal.Provisioned:
+    """The same, provisioned."""
+    return rehearsal.provisioned(fresh)
+
+
+@pytest.fixture(scope="session")
+def board() -> Iterator[rehearsal.Provisioned]:
+    """A fresh twin of a platform with NVSwitches, provisioned."""
+    made = rehearsal.Rehearsal("h20", "h20-01")
+    made.take_down()
+    yield rehearsal.provisioned(made)
+    made.take_down()

@@ -1,13 +1,12 @@
 """Runbooks for GPUs, on the twin of a node with eight of them: reset, CUDA's links, another driver and back, and a boot
 after which one GPU is missing.
 
-The tests stand in the order of one story and share one twin.
+The tests stand in the order of one story, on the twin that test_twins.py leaves behind.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,39 +15,24 @@ from typing import Any
 import pytest
 import yaml
 
-from bringup import ROOT, lab, twins
+from bringup import lab, twins
 from bringup.errors import Exit
-from tests.e2e import site as sites
-from tests.e2e.site import Done, on
+from tests.e2e.rehearsal import Provisioned, invoke
+from tests.e2e.site import on
 from tests.lab.twin import archive
 
 HOST, PORT = "h20-01", 8000
 FOLDER = twins.FOLDER / f"h20{twins.SUFFIX}"
 """The inventory of twins: commands that take it keep the faults that are in."""
 
-LIMIT_S = 1200
 LINK = "/opt/bringup/cuda/lib/libcuda.so"
 DAEMONS = ("nvidia-fabricmanager", "nvidia-persistenced", "bringup-gpu-settings")
-
-
-def command(program: str, *words: str) -> Done:
-    done = subprocess.run(
-        [str(sites.INVOKE.with_name(program)), *words],
-        cwd=ROOT,
-        env=sites.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def dressed(*faults: str) -> None:
     """The twin with these faults and no others."""
     words = [word for fault in faults for word in ("--fault", fault)]
-    done = command("invoke", "plan", "--inventory", "h20", "--limit", HOST, "--twins", "--json", *words)
+    done = invoke("plan", "--inventory", "h20", "--limit", HOST, "--twins", "--json", *words)
     assert done.code == Exit.DONE, done.text[-3000:]
 
 
@@ -56,14 +40,13 @@ def plain(*names: str, **variables: Any) -> None:
     """Runbooks one after the other by ansible-playbook alone, each to its good end."""
     books = [f"playbooks/runbooks/{name}.yml" for name in names]
     words = ["-i", str(FOLDER), *books, "--limit", HOST, "-e", json.dumps(variables)]
-    done = command("ansible-playbook", *words)
+    done = invoke(*words, program="ansible-playbook")
     assert done.code == 0, done.text[-5000:]
 
 
 def node() -> str:
     """The twin's container."""
-    name: str = json.loads((FOLDER / twins.MARK).read_text())["hosts"][HOST]["twin"]
-    return name
+    return twins.given()["h20"][HOST].name
 
 
 def see(words: str, check: bool = True) -> str:
@@ -110,12 +93,9 @@ def powered() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def twin() -> Iterator[None]:
+def twin(board: Provisioned) -> None:
     """One twin that serves."""
-    done = command("invoke", "provision", "--inventory", "h20", "--limit", HOST, "--twins", "--json")
-    assert done.code == Exit.DONE, done.text[-4000:]
-    yield
-    twins.down(sites.quiet)
+    assert board.twin.host == HOST
 
 
 def test_a_reset_clears_what_only_a_reset_clears_and_starts_the_fabric_before_all_else() -> None:
@@ -167,7 +147,7 @@ def test_a_boot_after_which_a_gpu_is_missing_fails_and_keeps_the_node_out_of_rot
     gone = see("nvidia-smi --query-gpu=pci.bus_id,uuid --format=csv,noheader -i 1")
     words = ("reboot-node", "--inventory", str(FOLDER), "--limit", HOST, "--yes", "--json")
     with powered():
-        done = command("invoke", "run", *words, "--extra", "runbook_gpu_looks=1")
+        done = invoke("run", *words, "--extra", "runbook_gpu_looks=1")
     assert done.code == Exit.FAILED, done.text[-4000:]
     assert "8 GPUs were there before the boot, 7 are there now. Missing:" in done.text
     assert gone in done.data["failures"][-1]["message"]
