@@ -288,12 +288,7 @@ class Journal:
         """Ends the journal, but for folders that stay because something uses them."""
         left = {name: self.data[name] for name in ("paths", "trees", "guarded")}
         self.file.unlink(missing_ok=True)
-        # What it had left is there no more, so its evidence is none.
-        seals = self.file.parent.with_name("seals")
-        for folder in (seals / "claims", seals):
-            (folder / self.file.name).unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
+        self.break_seals()
         if used:
             journal = Journal(str(self.data["role"]), self.file.parent)
             near = {
@@ -306,6 +301,18 @@ class Journal:
             journal.data["guarded"] = list(map(str, used))
             journal.save()
         for folder in (self.file.parent, self.file.parent.parent):
+            with suppress(OSError):
+                folder.rmdir()
+
+    def break_seals(self) -> None:
+        """Removes the role's evidence, and that of a look at the node as it was; also of a role that had nothing to
+        change.
+        """
+        seals = self.file.parent.with_name("seals")
+        for folder in (seals / "claims", seals):
+            for name in (self.file.name, "preflight.json"):
+                (folder / name).unlink(missing_ok=True)
+        for folder in (seals / "claims", seals, seals.parent):
             with suppress(OSError):
                 folder.rmdir()
 

@@ -97,6 +97,8 @@ def main() -> None:
     given = module.params
     journal = undo.Journal(given["role"])
     if journal.is_empty():
+        if not (module.check_mode or given["look"]):
+            journal.break_seals()
         module.exit_json(changed=False, done=[], kept=[])
     if why := obstacle(given, module.check_mode):
         module.fail_json(msg=why)
