@@ -349,12 +349,12 @@ def _narrowed(job: Job, due: Mapping[str, Any], sealed: Mapping[str, Sequence[st
 
 def with_sealed(outcome: events.Outcome, left: Left) -> events.Outcome:
     """The outcome with what was found sealed; a host on which nothing was played is done."""
-    hosts = {
-        name: dataclasses.replace(outcome.hosts[name], sealed=roles)
-        if name in outcome.hosts
-        else events.HostOutcome(done=True, sealed=roles)
-        for name, roles in left.sealed.items()
-    }
+    hosts = {}
+    for name, sealed in left.sealed.items():
+        host = outcome.hosts.get(name, events.HostOutcome(done=True))
+        # Ansible tells of their skipped tasks all the same.
+        played = {role: one for role, one in host.roles.items() if role not in sealed}
+        hosts[name] = dataclasses.replace(host, sealed=sealed, roles=played)
     notes = (*left.notes, *outcome.notes)
     return dataclasses.replace(outcome, hosts={**outcome.hosts, **hosts}, notes=notes)
 

@@ -376,3 +376,19 @@ def test_all_that_a_role_leaves_is_recorded_by_the_module_that_leaves_it(role: s
     }
     assert used, "its tasks are seen"
     assert used - HARMLESS - recording == set()
+
+
+def test_a_record_tells_of_a_host_what_was_played_and_what_was_as_it_was_left() -> None:
+    from bringup import events, playbook
+
+    roles = {
+        "play": events.RoleOutcome(ok=2),
+        "files": events.RoleOutcome(ok=1),
+        "users": events.RoleOutcome(skipped=1),
+    }
+    outcome = events.Outcome(hosts={"one": events.HostOutcome(ok=3, done=True, roles=roles)})
+    left = playbook.Left(None, {"one": ("users",), "two": ("files", "users")}, ("said",))
+    found = playbook.with_sealed(outcome, left)
+    assert (list(found.hosts["one"].roles), found.hosts["one"].sealed) == (["play", "files"], ("users",))
+    assert found.hosts["two"] == events.HostOutcome(done=True, sealed=("files", "users"))
+    assert found.notes == ("said",)
