@@ -63,7 +63,7 @@ def thin(chunk: bytes, tables: Tables, seen: Callable[[int], int], keep_last: in
     kept = _with_numbers(lowered, lines, tables)
     groups: dict[bytes, list[int]] = defaultdict(list)
     for index, text in enumerate(letters):
-        if text in frequent:
+        if text in frequent and index not in kept:
             groups[text].append(index)
         else:
             kept.add(index)
