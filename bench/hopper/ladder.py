@@ -1,0 +1,373 @@
+"""On the GPU machine, beside the node: every step of the ladder, each by itself, all of it kept.
+
+    python -m bench.hopper.ladder OUT [--only STEP] [--until SECONDS]
+
+A step that fails or takes too long is recorded, and the next begins. After each one everything that is known so far is in
+OUT/results.tar.gz, so that a machine that is taken away takes nothing with it.
+"""
+
+# ruff: noqa: E501 (scripts for the node are whole lines)
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bringup import ROOT
+
+HOP = ROOT / ".hop"
+RESULTS = HOP / "results"
+INVENTORY = ROOT / "inventories" / "hopper"
+SUITE = "hopper"
+RUNGS = ("bring-up", "base", "mtp-careful", "")
+"""Ends of the profiles' names, first rung first."""
+PROFILE = "h200-1x-glm-tiny-fp8-mtp-sglang"
+HOST, ADDRESS, SERVICE, PORT = "hopper-01", "198.18.7.2", "glm", 8000
+HELD_PORT = 8011
+ENGINE_PYTHON = "/opt/bringup/environments/sglang-0.5.15.post1-current/bin/python"
+HOLD = "import sys, time, torch; held = torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device='cuda'); print('held', flush=True); time.sleep(600)"
+HOLD_LIMIT_S = 90
+KILL_GRACE_S = 5
+CODES_SHOWN = 4000
+
+
+@dataclass
+class Step:
+    """What one step did: how long, how it ended, and the end of what it printed."""
+
+    name: str
+    seconds: float
+    code: int
+    argv: Sequence[str]
+    note: str = ""
+
+
+class Ladder:
+    """The steps so far, and where they are written."""
+
+    def __init__(self, out: Path, until: float) -> None:
+        self.out, self.until = out, time.monotonic() + until
+        self.began = time.monotonic()
+        self.steps: list[Step] = []
+        self.lock = threading.Lock()
+        RESULTS.mkdir(parents=True, exist_ok=True)
+
+    def left(self) -> float:
+        """Seconds until the machine goes back."""
+        return self.until - time.monotonic()
+
+    def command(self, name: str, argv: Sequence[str], limit: float, stdin: str | None = None) -> Step:
+        """A command with its output in a file; never raises for how it ends."""
+        began, path = time.monotonic(), RESULTS / f"{name}.txt"
+        limit = max(1.0, min(limit, self.left()))
+        say(f"{name}: {' '.join(argv)[:150]}")
+        with path.open("wb") as file:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+            try:
+                process.communicate(stdin.encode() if stdin else None, timeout=limit)
+                note = ""
+            except subprocess.TimeoutExpired:
+                note = f"ended after {limit:.0f} s"
+                for number in (signal.SIGINT, signal.SIGKILL):
+                    with_suppressed(os.killpg, process.pid, number)
+                    try:
+                        process.wait(KILL_GRACE_S)
+                        break
+                    except subprocess.TimeoutExpired:
+                        continue
+        step = Step(name, round(time.monotonic() - began, 1), process.returncode or 0, list(argv), note)
+        if note and not step.code:
+            step.code = -1
+        self.add(step)
+        return step
+
+    def add(self, step: Step) -> None:
+        """Keeps a step and everything else that is there."""
+        with self.lock:
+            self._add(step)
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        say(
+            f"{step.name}: {step.code} after {step.seconds} s (at {time.monotonic() - self.began:.0f} s) {step.note}"
+        )
+        text = json.dumps([asdict(one) for one in self.steps], indent=1) + "\n"
+        (RESULTS / "steps.json").write_text(text, encoding="utf-8")
+        self.pack()
+
+    def pack(self) -> None:
+        """OUT/results.tar.gz, whole at every moment."""
+        beside = self.out / ".results.new"
+        with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
+            archive.add(RESULTS, "results")
+            archive.add(ROOT / "tests" / "facts" / "h200-1x", "facts")
+            if (ROOT / "runs").is_dir():
+                archive.add(ROOT / "runs", "runs")
+        beside.replace(self.out / "results.tar.gz")
+
+    def invoke(self, name: str, words: str, limit: float) -> Step:
+        """One of our commands."""
+        return self.command(name, ["invoke", *words.split()], limit)
+
+    def node(self, name: str, script: str, limit: float = 60) -> Step:
+        """A shell script on the node, as root."""
+        return self.command(name, [*ssh(), "sudo", "sh", "-s"], limit, stdin=script)
+
+
+def say(text: str) -> None:
+    """A line at once, with the time."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def with_suppressed(act: Callable[..., object], *arguments: object) -> None:
+    """For processes that may be gone."""
+    try:
+        act(*arguments)
+    except ProcessLookupError:
+        return
+
+
+def ssh() -> list[str]:
+    """How the node is reached."""
+    known = f"UserKnownHostsFile={HOP}/ssh/known_hosts"
+    return ["ssh", "-i", str(HOP / "ssh/id"), "-o", known, "-o", "BatchMode=yes", f"sre@{ADDRESS}"]
+
+
+def inventory(name: str, profile: str, **service: Any) -> str:
+    """A copy of the inventory whose service has another profile, port or flags; its folder."""
+    folder = HOP / "inventories" / name / INVENTORY.name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(INVENTORY, folder)
+    path = folder / "group_vars" / "all.yml"
+    said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    said["node_services"] = [{**said["node_services"][0], "profile": profile, **service}]
+    path.write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+    return str(folder.relative_to(ROOT))
+
+
+def rung(number: int) -> str:
+    """The inventory of a rung."""
+    end = RUNGS[number]
+    return inventory(f"rung-{number}", f"{PROFILE}-{end}" if end else PROFILE)
+
+
+PLAN_FAULTS: Mapping[str, Mapping[str, Any]] = {
+    "unknown-flag": {"--enable-turbo-mode": True},
+    "kv-fp8-e5m2": {"--kv-cache-dtype": "fp8_e5m2"},
+    "topk-missing": {"--speculative-eagle-topk": False},
+    "sbo-on-sm90": {"--enable-single-batch-overlap": True},
+    "memory-too-small": {"--mem-fraction-static": 0.001},
+    "draft-tokens-6": {"--speculative-num-draft-tokens": 6},
+}
+"""Faults that a plan shows before a node is asked: flags on top of the last rung's."""
+
+
+def plan_faults(run: Ladder) -> None:
+    """Each must be refused by name (the last one is only adjusted)."""
+    for name, flags in PLAN_FAULTS.items():
+        run.invoke(f"fault-{name}", f"plan --inventory {inventory(name, PROFILE, flags=flags)}", 30)
+    base = {"model": "glm-tiny-fp8", "unmeasured": "a fault"}
+    # A model without a draft layer under the same flags: the profile says which model, so it is a profile of its own.
+    path = ROOT / "catalog" / "profiles" / f"{PROFILE}-no-draft.yml"
+    path.write_text(
+        yaml.safe_dump({"title": "No draft layer", "based_on": PROFILE, **base}), encoding="utf-8"
+    )
+    try:
+        run.invoke("fault-mtp-not-in-model", f"plan --inventory {inventory('no-draft', path.stem)}", 30)
+    finally:
+        path.unlink()
+
+
+def before(run: Ladder) -> None:
+    """The bare node: what it is, and what preflight says of it."""
+    run.node(
+        "machine",
+        "nvidia-smi; nvidia-smi -q; uname -a; systemctl is-system-running; lscpu; free -g; ldconfig -p | grep -E 'cuda|nvidia'; "
+        "cat /proc/driver/nvidia/version; ls -la /dev/nvidia* /usr/local/cuda/; findmnt; systemctl --failed",
+    )
+    run.invoke("preflight-bare", f"preflight --inventory {rung(0)} --json", 60)
+    run.invoke("record", f"twins.record --inventory {rung(0)} --limit {HOST}", 60)
+
+
+def climb(run: Ladder, number: int, limit: float) -> None:
+    """One rung: provisioned as any node, and measured."""
+    name, place = f"rung-{number}", rung(number)
+    step = run.invoke(f"{name}-provision", f"provision --inventory {place} --json", limit)
+    run.node(f"{name}-node", LOOK)
+    if step.code:
+        run.invoke(f"{name}-diagnose", f"diagnose --inventory {place}", 60)
+        return
+    measured(run, number)
+
+
+def measured(run: Ladder, number: int) -> None:
+    """The suite on a rung that runs, judged against the measurement before it."""
+    against = " --against last" if number else ""
+    run.invoke(
+        f"rung-{number}-bench", f"bench --inventory {rung(number)} --suite {SUITE}{against} --json", 150
+    )
+    run.node(f"rung-{number}-after", LOOK)
+
+
+LOOK = f"""
+systemctl status --no-pager bringup-{SERVICE} | head -40
+for file in /var/lib/bringup/starts/*.json; do echo "== $file"; cat "$file"; done
+nvidia-smi --query-gpu=memory.used,power.draw,clocks.sm --format=csv
+curl -s http://127.0.0.1:{PORT}/metrics | grep -E '^sglang:(spec_|num_|gen_|token_usage)'
+curl -s http://127.0.0.1:{PORT}/server_info | head -c 4000
+ls -la /var/log/bringup/{SERVICE} /opt/bringup/cuda/lib
+cat /etc/bringup/services/{SERVICE}.env
+du -sh /var/cache/bringup/{SERVICE} /var/cache/bringup/{SERVICE}/.[a-z]* /var/cache/bringup/{SERVICE}/.cache/* /opt/bringup/environments
+tail -n 60 /var/log/bringup/{SERVICE}/engine.log
+"""
+
+
+def hold(run: Ladder, name: str, gib: int) -> None:
+    """Another process takes this much of the GPU."""
+    run.node(
+        f"{name}-hold",
+        f'systemd-run -q --unit=holder {ENGINE_PYTHON} -c "{HOLD}" {gib}\n'
+        f"for i in $(seq {HOLD_LIMIT_S}); do journalctl -u holder | grep -q ': held' && exit 0; sleep 1; done; "
+        "journalctl -u holder | tail; exit 1",
+        HOLD_LIMIT_S + 10,
+    )
+
+
+def node_faults(run: Ladder) -> None:
+    """Faults of the node, made for real; each must be told by preflight or refused at the start, by name."""
+    place = rung(3)
+    held = inventory("held-port", PROFILE, port=HELD_PORT)
+    run.node("fault-port-hold", f"systemd-run -q --unit=porter python3 -m http.server {HELD_PORT}; sleep 1")
+    run.invoke("fault-port-preflight", f"preflight --inventory {held} --json", 60)
+    run.node("fault-port-release", "systemctl stop porter")
+    run.node(
+        "fault-mtp-index",
+        """cd /srv/models/glm-tiny-fp8-mtp && cp -a model.safetensors.index.json /root/index.json
+python3 - <<'X'
+import json, os
+path = "model.safetensors.index.json"
+data = json.load(open(path))
+data["weight_map"] = {k: v for k, v in data["weight_map"].items() if not k.startswith("model.layers.2.")}
+os.unlink(path)
+json.dump(data, open(path, "w"))
+X
+""",
+    )
+    run.invoke("fault-mtp-preflight", f"preflight --inventory {place} --json", 60)
+    run.invoke("fault-mtp-verify", f"models.verify {place} --json", 60)
+    run.node(
+        "fault-mtp-restore",
+        "cd /srv/models/glm-tiny-fp8-mtp && rm model.safetensors.index.json && cp -a /root/index.json model.safetensors.index.json",
+    )
+    hold(run, "fault-gpu", 2)
+    run.invoke("fault-gpu-preflight", f"preflight --inventory {place} --json", 60)
+    run.node(
+        "fault-gpu-start",
+        f"systemctl restart --no-block bringup-{SERVICE}; sleep 12; systemctl status --no-pager bringup-{SERVICE}; journalctl -u bringup-{SERVICE} -n 20 --no-pager; cat /var/lib/bringup/starts/*.json",
+        60,
+    )
+    run.invoke("fault-gpu-status", f"status --inventory {place}", 60)
+    run.node("fault-gpu-release", "systemctl stop holder")
+
+
+def killed(run: Ladder) -> None:
+    """The scheduler is killed under the server: it comes back by itself, and diagnose says what was."""
+    place = rung(3)
+    run.node(
+        "killed-kill",
+        f"systemctl reset-failed bringup-{SERVICE}; systemctl start bringup-{SERVICE}; pids=$(pgrep -f sglang::scheduler); echo $pids; kill -9 $pids; "
+        f"sleep 5; systemctl status --no-pager bringup-{SERVICE} | head -30; nvidia-smi",
+        240,
+    )
+    run.invoke("killed-diagnose", f"diagnose --inventory {place} --json", 60)
+    run.node(
+        "killed-trail",
+        f"python3 /opt/bringup/lib/trail.py {SERVICE} --show; ls -la /var/lib/bringup/crashes/*/",
+    )
+    run.invoke("killed-status", f"status --inventory {place}", 60)
+    run.node(
+        "killed-back",
+        f"systemctl start bringup-{SERVICE}; systemctl show -p NRestarts,ActiveState bringup-{SERVICE}; cat /var/lib/bringup/starts/*.json",
+        200,
+    )
+
+
+def tuned(run: Ladder) -> None:
+    """The last two rungs are tune's two settings; what it picks stays, and is measured like the others."""
+    run.invoke("tune", f"tune --inventory {rung(3)} --yes --json", 420)
+    run.node("tune-node", LOOK)
+    measured(run, 3)
+
+
+def stopped(run: Ladder) -> None:
+    """Stopped: nothing is left."""
+    run.invoke("stop", f"run stop-servers --inventory {rung(3)} --yes --json", 120)
+    run.invoke("leftovers", f"cleanup --inventory {rung(3)} --check --json", 60)
+    run.node(
+        "logs",
+        f"nvidia-smi; ls -la /dev/shm; ps aux | grep -c sglan[g]; journalctl -u bringup-{SERVICE} --no-pager | tail -n 300; "
+        f"tar czf /tmp/logs.tgz -C /var/log bringup -C /var/lib bringup; chmod 644 /tmp/logs.tgz",
+    )
+    with (RESULTS / "node-logs.tgz").open("wb") as file:
+        subprocess.run([*ssh(), "cat", "/tmp/logs.tgz"], stdout=file, timeout=60, check=False)
+    run.pack()
+
+
+def first(run: Ladder) -> None:
+    """The first rung; faults that only the plan knows are shown meanwhile."""
+    beside = threading.Thread(target=plan_faults, args=[run])
+    beside.start()
+    climb(run, 0, 420)
+    beside.join()
+
+
+STEPS: Mapping[str, Callable[[Ladder], None]] = {
+    "before": before,
+    "rung-0": first,
+    "rung-1": lambda run: climb(run, 1, 240),
+    "tune": tuned,
+    "node-faults": node_faults,
+    "killed": killed,
+    "stop": stopped,
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """0 when every step was taken, whatever it found."""
+    parser = argparse.ArgumentParser(description="The ladder on a real GPU.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", action="append", choices=list(STEPS))
+    parser.add_argument("--until", type=float, default=1200, help="seconds that the machine is there")
+    chosen = parser.parse_args(words)
+    run = Ladder(chosen.out, chosen.until)
+    for name in chosen.only or list(STEPS):
+        try:
+            STEPS[name](run)
+        except Exception as error:
+            run.add(Step(name, 0, -2, [], f"broke: {error!r}"))
+    (chosen.out / "done").write_text("done\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
