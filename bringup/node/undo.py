@@ -403,9 +403,15 @@ class Journal:
     def _units_back(self, done: list[str], failed: list[str], check: bool) -> None:
         if not check:
             run(["systemctl", "daemon-reload"])
+        # Their restored links enable them; a rehearsal has restored none.
+        linked = {
+            Path(text).name
+            for text, was in self.data["paths"].items()
+            if check and was["kind"] == "link" and Path(text).parent.suffix in (".wants", ".requires")
+        }
         for name, before in self.data["units"].items():
             now, active = unit_state(name)
-            if before["state"] == "enabled" and now not in ("enabled", ""):
+            if before["state"] == "enabled" and now not in ("enabled", "") and name not in linked:
                 self._systemctl(["enable", name], done, failed, check)
             if before["active"] and not active:
                 self._systemctl(["start", name], done, failed, check)
