@@ -208,17 +208,6 @@ def test_random_texts_in_random_chunks_are_found_as_a_plain_search_finds_them() 
         assert finder.find(chunk) == plain
 
 
-def test_the_words_that_a_finder_remembers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multifind, "KNOWN_WORDS", 100)
-    finder = multifind.Finder([b"needle"])
-    for number in range(50):
-        words = " ".join(
-            f"{chr(97 + number % 26)}word{chr(97 + i % 26)}x{chr(97 + i // 26)}" for i in range(60)
-        )
-        assert [index for _, index in finder.find(f"{words} needle".encode())] == [0]
-        assert len(finder._dull) + len(finder._telling) < 400
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
