@@ -26,6 +26,7 @@ from typing import Any
 
 from bringup import ROOT, lab
 from bringup.errors import Exit
+from bringup.node import seal as node
 
 INVOKE = Path(sys.executable).parent / "invoke"
 RUN_LIMIT_S = 1800
@@ -81,8 +82,9 @@ def seals(host: str) -> dict[str, dict[str, Any]]:
 
 
 def ways(row: Mapping[str, Any]) -> dict[str, str]:
-    """How a thing can be changed: what it is called -> the command. Nothing for what was only looked at."""
-    if row.get("basis"):
+    """How a thing can be changed: what it is called -> the command. Nothing for what was only looked at, or is of
+    others."""
+    if row.get("basis") or row.get(node.OTHERS):
         return {}
     name = shlex.quote(str(row["name"]))
     return {

@@ -31,6 +31,9 @@ FOLDER = Path("/var/lib/bringup/seals")
 ROLE = "BRINGUP_ROLE"
 """Environment variable of a module's process: the role that is played. Without it nothing is recorded."""
 
+OTHERS = "of others"
+"""Field of rows of a seal for what somebody else brought before the role came to its end."""
+
 SCHEMA_VERSION = 1
 COMMAND_LIMIT_S = 60
 LOCK = Path("/run/bringup/run.json")
@@ -148,16 +151,17 @@ def seal(
     names = [*(role for role, rows in recorded.items() if rows), *played]
     roles = {role: recorded.get(role, {}) for role in names if inputs.get(role)}
     shown = look_up(row for rows in roles.values() for row in rows.values())
-    strangers = _strange_drop_ins(recorded, shown)
+    others = _drop_ins_of_others(recorded, shown)
     done, open_ = [], {}
     for role, rows in roles.items():
         evidence, wrong = {}, []
-        for key, row in rows.items():
+        for key, row in {**rows, **_rows_of_types(rows.values(), others)}.items():
             found = observe(row, shown)
             wrong += differences(row, found)
             evidence[key] = {**row, **found}
-            if row["kind"] == "unit" and row["name"] in strangers:
-                wrong.append(_difference(row, "drop-ins", "none of others", strangers[row["name"]]))
+            strangers = [path for path in others.get(row["name"], ()) if not _is_of_a_type(path)]
+            if row["kind"] == "unit" and strangers:
+                wrong.append(_difference(row, "drop-ins", "none of others", strangers))
         if wrong:
             open_[role] = wrong
             break_seal(role)
@@ -169,12 +173,34 @@ def seal(
     return done, open_
 
 
-def _strange_drop_ins(recorded: Mapping[str, Mapping[str, Row]], shown: Shown) -> dict[str, list[str]]:
+def _drop_ins_of_others(recorded: Mapping[str, Mapping[str, Row]], shown: Shown) -> dict[str, list[str]]:
     """Unit -> drop-ins of the machine's owner that no role brought, of this run or of an earlier one."""
     sealed = [_read(path).get("rows", {}) for path in sorted(FOLDER.glob("*.json"))]
-    ours = {row["name"] for rows in (*recorded.values(), *sealed) for row in rows.values()}
+    ours = {
+        row["name"] for rows in (*recorded.values(), *sealed) for row in rows.values() if not row.get(OTHERS)
+    }
     found = {name: sorted(set(_drop_ins(state)) - ours) for name, state in shown.units.items()}
     return {name: paths for name, paths in found.items() if paths}
+
+
+def _is_of_a_type(drop_in: str) -> bool:
+    """Is it one for all units of a type (`service.d/x.conf`), which an image or a container brings before we come?
+    One for our unit, or for all whose names begin so (`bringup-.service.d`), is not."""
+    return "." not in Path(drop_in).parent.name.removesuffix(".d")
+
+
+def _rows_of_types(rows: Iterable[Row], others: Mapping[str, Sequence[str]]) -> dict[str, Row]:
+    """What others say of all units of a type is how this node is: evidence, whose later change is found."""
+    names = [str(row["name"]) for row in rows if row["kind"] == "unit"]
+    found: dict[str, Row] = {}
+    for path in sorted({path for name in names for path in others.get(name, ()) if _is_of_a_type(path)}):
+        place = Path(path)
+        if place.is_symlink():
+            found[f"path {path}"] = {**path_row(path, "link", target=None), OTHERS: True}
+            place = place.resolve()
+        if place.is_file():
+            found[f"path {place}"] = {**path_row(place, "file", sha256=None), OTHERS: True}
+    return found
 
 
 # --- looking again ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ nobody touched is not played.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,40 @@ def test_one_changed_value_plays_what_depends_on_it(pair: Site) -> None:
             played = {role for role in host["roles"] if role in ROLES}
             assert played == {"scheduled_restart", "preflight", "run_stamp"}
     assert pair.provision().code == Exit.DONE
+
+
+IMAGE = "/etc/systemd/system/service.d/10-image.conf"
+
+
+def test_what_an_image_says_of_all_services_is_evidence_and_its_later_change_is_found(pair: Site) -> None:
+    touched, other = pair.names
+    on(touched, f"mkdir -p {Path(IMAGE).parent}; echo '[Service]' >{IMAGE}; systemctl daemon-reload")
+    try:
+        assert ("engine_service", "drop-ins") in found(drift(pair))[touched]
+        done = pair.provision()
+        assert (done.code, [note for note in done.data["notes"] if "not sealed" in note]) == (Exit.DONE, [])
+        assert drift(pair).code == Exit.DONE
+        on(touched, f"echo '# by hand' >>{IMAGE}")
+        looked = found(drift(pair))
+        assert ("engine_service", "content") in looked[touched]
+        assert looked[other] == set()
+        assert pair.provision().code == Exit.DONE
+        assert drift(pair).code == Exit.DONE
+    finally:
+        on(touched, f"rm {IMAGE}; systemctl daemon-reload")
+    assert pair.provision().code == Exit.DONE
+    assert drift(pair).code == Exit.DONE
+
+
+def test_a_drop_in_of_others_for_one_of_our_units_stays_a_difference(pair: Site) -> None:
+    touched = pair.names[0]
+    folder = f"/etc/systemd/system/bringup-{pair.service()['name']}.service.d"
+    on(touched, f"mkdir -p {folder}; echo '[Service]' >{folder}/99-by-hand.conf; systemctl daemon-reload")
+    try:
+        done = pair.provision()
+        assert any("role engine_service is not sealed" in note for note in done.data["notes"])
+        assert drift(pair).code == Exit.PENDING
+    finally:
+        on(touched, f"rm {folder}/99-by-hand.conf; systemctl daemon-reload")
+    assert pair.provision().code == Exit.DONE
+    assert drift(pair).code == Exit.DONE

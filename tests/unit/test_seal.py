@@ -179,6 +179,79 @@ def test_a_folder_and_all_in_it_is_one_digest_that_bytecode_does_not_change(tmp_
     assert node.fingerprint(tree, ["manifest"]) not in (before, changed)
 
 
+OUR_UNIT = "bringup-words.service"
+DROP_INS = {
+    "service.d/10-image.conf": True,
+    "timer.d/a b.conf": True,
+    "bringup-words.service.d/99-by-hand.conf": False,
+    "bringup-.service.d/99-by-hand.conf": False,
+    "bringup-words@.service.d/99-by-hand.conf": False,
+}
+"""A drop-in, and whether it is one for all units of its type."""
+
+
+def dropped_in(ground: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[node.Shown, Path]:
+    """What systemd shows of a unit of ours with a drop-in of the machine's owner, which lies there."""
+    monkeypatch.setattr(node, "ADMIN_UNITS", (f"{ground}/",))
+    path = ground / name.replace(" ", "-")
+    path.parent.mkdir()
+    path.write_text("[Unit]\n")
+    shown = node.Shown()
+    shown.units = {OUR_UNIT: {"DropInPaths": f"/usr/lib/systemd/system/service.d/10-package.conf {path}"}}
+    return shown, path
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_a_drop_in_for_all_units_of_a_type_is_evidence_and_one_for_ours_is_not(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    shown, path = dropped_in(ground, monkeypatch, name)
+    others = node._drop_ins_of_others({}, shown)
+    assert others == {OUR_UNIT: [str(path)]}
+    assert node._is_of_a_type(str(path)) is DROP_INS[name]
+    rows = node._rows_of_types([node.unit_row(OUR_UNIT, on=True)], others)
+    assert list(rows) == ([f"path {path}"] if DROP_INS[name] else [])
+
+
+def test_a_later_change_of_a_drop_in_for_all_units_of_a_type_is_found(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, path = dropped_in(ground, monkeypatch, "service.d/10-image.conf")
+    (row,) = node._rows_of_types([node.unit_row(OUR_UNIT, on=True)], {OUR_UNIT: [str(path)]}).values()
+    kept = {**row, **node.observe(row, shown)}
+    assert node.differences(kept, node.observe(kept, shown)) == []
+    path.write_text("[Service]\nLimitNOFILE=1024\n")
+    assert [one["field"] for one in node.differences(kept, node.observe(kept, shown))] == ["content"]
+    path.unlink()
+    assert [one["field"] for one in node.differences(kept, node.observe(kept, shown))] == ["state"]
+
+
+def test_a_drop_in_that_is_a_link_counts_by_where_it_leads_and_what_is_there(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, path = dropped_in(ground, monkeypatch, "service.d/10-image.conf")
+    path.rename(ground / "aside.conf")
+    path.symlink_to(ground / "aside.conf")
+    rows = node._rows_of_types([node.unit_row(OUR_UNIT, on=True)], {OUR_UNIT: [str(path)]})
+    kept = {key: {**row, **node.observe(row, shown)} for key, row in rows.items()}
+    assert {row["state"] for row in kept.values()} == {"link", "file"}
+    (ground / "aside.conf").write_text("[Service]\n")
+    wrong = [one for row in kept.values() for one in node.differences(row, node.observe(row, shown))]
+    assert [(one["what"], one["field"]) for one in wrong] == [(f"path {ground}/aside.conf", "content")]
+
+
+def test_what_others_brought_does_not_become_ours_by_being_in_a_seal(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, path = dropped_in(ground, monkeypatch, "service.d/10-image.conf")
+    row = node.unit_row(OUR_UNIT, on=True)
+    others = {OUR_UNIT: [str(path)]}
+    evidence = node._rows_of_types([row], others)
+    assert node._drop_ins_of_others({"earlier": evidence}, shown) == others
+    ours = {"a role's": {"path": node.path_row(path, "file")}}
+    assert node._drop_ins_of_others(ours, shown) == {}
+
+
 # ---------------------------------------------------------------- what goes in
 
 
