@@ -115,12 +115,13 @@ def measure(
 
 
 def tunnel_ms(host: fleet.Host, service: Service, reached: Target, notes: list[str]) -> float | None:
-    """What the way through the tunnel adds to a round trip: median milliseconds of a health request from
-    here, less the same from the node itself. None, and the reason in `notes`, when it cannot be had."""
+    """What the way through the tunnel adds to a round trip: median milliseconds of asking for the models from
+    here, less the same from the node itself. None, and the reason in `notes`, when it cannot be had. Health is
+    not asked: in SGLang every answer to it takes a second (`health_generate` in http_server.py of 0.5.15)."""
     from bringup import beside
     from bringup.node.beside import trip_ms
 
-    path = service.endpoints.health
+    path = service.endpoints.models
     try:
         there = beside.look(host, {"what": "trip", "service": service.name, "path": path})
         if "trip_ms" not in there:
