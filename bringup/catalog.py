@@ -266,8 +266,14 @@ class Environment(Entry):
     checks: tuple[tuple[str, ...], ...] = ()
 
 
+class Compiles(Entry):
+    """The engine compiles at run time. `links`: libraries that what it compiles is linked with."""
+
+    links: tuple[Literal["cuda"], ...] = ()
+
+
 class Engine(Entry):
-    """One version of an inference engine."""
+    """One version of an inference engine. `compiles`: what it asks of a compiler when it starts (None: nothing)."""
 
     engine: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     version: str
@@ -282,6 +288,7 @@ class Engine(Entry):
     start: Start = Start()
     bench: EngineBench | None = None
     needs_gpu: bool = True
+    compiles: Compiles | None = None
     cuda: str | None = None
     minimum_driver: str | None = None
     arches: tuple[Literal["x86_64", "aarch64"], ...] = ("x86_64", "aarch64")

@@ -11,7 +11,18 @@ GIB = 1024**3
 
 Severity = Literal["error", "warning", "note"]
 
-LISTS = ("numa", "units", "sets", "settings", "addresses", "caches", "models", "logs", "clocks_mhz")
+LISTS = (
+    "numa",
+    "units",
+    "sets",
+    "settings",
+    "addresses",
+    "caches",
+    "models",
+    "linking",
+    "logs",
+    "clocks_mhz",
+)
 """Parts of an expectation that are lists in plain data."""
 
 
@@ -60,7 +71,8 @@ class Expected:
     `units` (with suffix) and the least `limits` they need (`open_files`, `tasks`); `sets`: environment variables that
     every one of them sets itself; `settings`: what role system_settings sets (name, path, value); `addresses`: what a
     download needs (host, port, purpose, and `unless`: a path that makes it needless); `caches`: folders (path, user);
-    `models`: name, folder, files (path, size), stamp and `expects`; `logs`: files that servers write; `mends`: code of
+    `models`: name, folder, files (path, size), stamp and `expects`; `linking`: what engines link at run time (services,
+    libraries, and the profile's own compiler and folders); `logs`: files that servers write; `mends`: code of
     a finding -> the role that mends it.
     """
 
@@ -82,6 +94,7 @@ class Expected:
     addresses: tuple[Mapping[str, Any], ...] = ()
     caches: tuple[Mapping[str, str], ...] = ()
     models: tuple[Mapping[str, Any], ...] = ()
+    linking: tuple[Mapping[str, Any], ...] = ()
     logs: tuple[str, ...] = ()
     memory_nodes: str = ""
     clocks_mhz: tuple[int, ...] = ()

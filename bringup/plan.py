@@ -525,6 +525,7 @@ def _service(
         cache_folder=cache,
         context_tokens=_context(part),
         memory_gib=profile.limits.memory_gib,
+        links=engine.compiles.links if engine.compiles else None,
     )
     return service, verdict
 

@@ -567,14 +567,21 @@ def check_device_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
 
 
 def check_cuda_link(facts: Facts, expected: Expected) -> Iterator[Finding]:
-    """What compiles at run time can link against the driver's library."""
+    """What engines compile at run time can be linked against the driver's library: tried where there is a compiler
+    that works, else looked up."""
     gpu = facts["gpu"]
-    if expected.gpus and gpu["smi"] and gpu.get("linkable") is False:
+    if not (expected.gpus and gpu["smi"] and any("cuda" in row["libraries"] for row in expected.linking)):
+        return
+    tried = [row for row in facts.get("linking") or () if row["links"]]
+    lost = [row for row in tried if "cuda" in row["lost"]]
+    if lost or (not tried and gpu.get("linkable") is False):
         yield Finding(
             "LIBCUDA_LINK",
-            "note",
+            "warning",
             "nothing is called libcuda.so here, only libcuda.so.1: what compiles at run time cannot link -lcuda",
-            "looked in the system's folders, the toolkits' stubs and /opt/bringup/cuda/lib",
+            lost[0]["said"]
+            if lost
+            else "looked in the system's folders, the toolkits' stubs and /opt/bringup/cuda/lib",
             "invoke provision makes a link for servers (role cuda_runtime)",
         )
 
@@ -971,6 +978,7 @@ def request(expected: Expected) -> dict[str, Any]:
         "models": [dict(row) for row in expected.models],
         "memory_nodes": expected.memory_nodes,
         "ports": [port.port for port in expected.ports],
+        "linking": [dict(row) for row in expected.linking],
         "logs": list(expected.logs),
     }
 

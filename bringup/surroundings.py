@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -353,16 +353,81 @@ def check_own_name(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+PARTS: tuple[tuple[str, str, tuple[str, str]], ...] = (
+    (
+        r"crt[1in]\.o|cannot find -lc\b|libc\.so|stdlib\.h",
+        "the C library's development files",
+        ("libc6-dev", "glibc-devel"),
+    ),
+    (
+        r"crtbegin|crtend|-lgcc|libgcc",
+        "the compiler's own library (libgcc)",
+        ("libgcc-{version}-dev", "gcc"),
+    ),
+    (r"\bcc1\b", "the compiler's inner program (cc1)", ("gcc-{version}", "gcc")),
+    (
+        r"(?:execute|exec|find|command:) .?(?:\S*/)?(?:ld|as|collect2)\b",
+        "the linker or assembler",
+        ("binutils", "binutils"),
+    ),
+)
+"""What the words of a link that failed tell: pattern, what is missing, and its package, as Debian and its kin call it
+and as Red Hat, Fedora and SUSE do."""
+
+NO_PACKAGE: tuple[tuple[str, str], ...] = (
+    (r"No space left|Read-only", "df -h /tmp"),
+    (r"did not end within", "look for a file system that hangs: sudo dmesg | tail"),
+)
+"""What no package helps against: pattern, remedy."""
+
+INSTALLS: Mapping[str, str] = {
+    "debian": "sudo apt-get install --reinstall",
+    "fedora": "sudo dnf install",
+    "rhel": "sudo dnf install",
+    "suse": "sudo zypper install --force",
+}
+"""How each family of distributions installs packages, also ones whose files somebody has taken away."""
+
+
+def _install(system: Mapping[str, str], names: Iterable[tuple[str, str]], version: str) -> str:
+    """The command that brings packages (Debian's name, the others' name) on a distribution."""
+    family = next((one for one in (system["id"], *system["like"].split()) if one in INSTALLS), "debian")
+    rows = [(debian if family == "debian" else others) for debian, others in names]
+    filled = [row.format(version=version) if version else row.replace("-{version}", "") for row in rows]
+    return f"{INSTALLS[family]} {' '.join(dict.fromkeys(filled))}"
+
+
 def check_compiler(facts: Facts, expected: Expected) -> Iterator[Finding]:
-    """Engines on GPUs compile small parts of themselves in C when they start."""
-    if expected.gpus and expected.units and facts.get("compiler", "") is None:
-        yield Finding(
-            "COMPILER_MISSING",
-            "warning",
-            "there is no C compiler: engines that compile launchers for their kernels at the start fail",
-            "no cc, gcc or clang in /usr/local/bin and /usr/bin",
-            "sudo apt-get install gcc libc6-dev",
-        )
+    """Engines that compile at run time find a C compiler, and it makes a program: one was made to see."""
+    for row in facts.get("linking") or ():
+        who = f"what {' and '.join(row['services'])} compiles at its start fails"
+        if row["compiler"] is None:
+            yield Finding(
+                "COMPILER_MISSING",
+                "error",
+                f"there is no C compiler {row['wish']}, as CC of the profile names it: {who}"
+                if row["wish"]
+                else f"there is no C compiler: {who}",
+                "no cc, gcc or clang in /usr/local/bin and /usr/bin",
+                _install(facts["os"], [("gcc", "gcc"), ("libc6-dev", "glibc-devel")], ""),
+            )
+        elif row["links"] is False:
+            other = next((remedy for words, remedy in NO_PACKAGE if re.search(words, row["said"])), "")
+            parts = [(what, names) for words, what, names in PARTS if re.search(words, row["said"])]
+            lacks = f", {' and '.join(what for what, _ in parts)} cannot be found" if parts else ""
+            yield Finding(
+                "LINK_FAILED",
+                "error",
+                f"{row['compiler']} cannot make a program of one line{lacks}: {who}",
+                row["said"],
+                other
+                or _install(
+                    facts["os"],
+                    [(debian, others) for _, (debian, others) in parts]
+                    or [("gcc", "gcc"), ("libc6-dev", "glibc-devel"), ("binutils", "binutils")],
+                    row["version"],
+                ),
+            )
 
 
 def check_toolkits(facts: Facts, expected: Expected) -> Iterator[Finding]:

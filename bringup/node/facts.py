@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import surroundings
+from . import linking, surroundings
 
 SCHEMA_VERSION = 1
 
@@ -641,7 +641,8 @@ def parse_proxies(text: str) -> dict[str, str]:
 
 def gather(request: Mapping[str, Any], runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     """All facts. `request`: `paths` (disks to look at), `users` and `programs` (names), `leftovers` (a
-    pattern of command lines), and what `surroundings.gather` takes. Hardware is read below `root`."""
+    pattern of command lines), `linking` (see there), and what `surroundings.gather` takes. Hardware is read below
+    `root`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "host": socket.gethostname(),
@@ -664,6 +665,7 @@ def gather(request: Mapping[str, Any], runner: Runner = run, root: Path = SLASH)
         "clock": clock(runner),
         "gpu": gpu(runner, root),
         "programs": {name: shutil.which(name) for name in request.get("programs", [])},
+        "linking": linking.gather(request.get("linking") or (), runner, root),
         **surroundings.gather(request, runner, root),
     }
 

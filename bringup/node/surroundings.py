@@ -87,7 +87,6 @@ def gather(request: Mapping[str, Any], runner: Runner, root: Path) -> dict[str, 
         "containers": containers(runner),
         "environment": environment(runner, root),
         "own_name": own_name(runner),
-        "compiler": compiler(root),
         "toolkits": toolkits(root),
         "log_cutters": log_cutters(request.get("logs", ()), root),
         "fronts": fronts(request.get("ports", ()), root),
@@ -405,13 +404,6 @@ def environment(runner: Runner, root: Path) -> dict[str, Any]:
         "nccl": dict(nccl),
         "char_links": any((root / "dev/char").glob("195:*")),
     }
-
-
-def compiler(root: Path) -> str | None:
-    """The C compiler that programs find, None without one."""
-    places = ("usr/local/bin", "usr/bin")
-    names = [f"{place}/{name}" for name in ("cc", "gcc", "clang") for place in places]
-    return next((f"/{name}" for name in names if os.path.lexists(root / name)), None)
 
 
 def toolkits(root: Path) -> list[str]:

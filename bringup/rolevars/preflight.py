@@ -64,6 +64,7 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
                 for path in systemd.writable(service)
             ],
             "models": [_model(model) for model in host.models if model.files],
+            "linking": _linking(host),
             "logs": [log for service in host.services if (log := systemd.log_file(service))],
             "memory_nodes": _memory_nodes(host),
             "clocks_mhz": list(driver.get("clocks_mhz") or ()),
@@ -115,6 +116,20 @@ def _model(model: PlannedModel) -> dict[str, Any]:
         "files": [{"path": file.path, "size": file.size} for file in model.files],
         "expects": dict(model.expects),
     }
+
+
+def _linking(host: HostPlan) -> list[dict[str, Any]]:
+    """What services on GPUs link at run time, each way once: libraries, and what a profile has of its own."""
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    for service in host.services:
+        if service.links is not None and service.gpus:
+            own = service.environment
+            folders = tuple(filter(None, own.get("LIBRARY_PATH", "").split(":")))
+            rows.setdefault((service.links, own.get("CC", ""), folders), []).append(service.name)
+    return [
+        {"services": names, "libraries": list(links), "compiler": compiler, "folders": list(folders)}
+        for (links, compiler, folders), names in rows.items()
+    ]
 
 
 def _addresses(host: HostPlan) -> list[dict[str, Any]]:

@@ -63,6 +63,11 @@ options:
     type: list
     elements: int
     default: []
+  linking:
+    description: What must be linked at run time, rows of services, libraries, compiler and folders.
+    type: list
+    elements: dict
+    default: []
   logs:
     description: Logs of servers, which logrotate has to leave alone.
     type: list
@@ -97,6 +102,7 @@ def main() -> None:
             "models": {"type": "list", "elements": "dict", "default": []},
             "memory_nodes": {"type": "str", "default": ""},
             "ports": {"type": "list", "elements": "int", "default": []},
+            "linking": {"type": "list", "elements": "dict", "default": []},
             "logs": {"type": "list", "elements": "str", "default": []},
         },
         supports_check_mode=True,

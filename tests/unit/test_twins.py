@@ -57,14 +57,16 @@ BESIDE = {
     "dpkg_unpacked",
     "shm_mib",
     "no_compiler",
+    "no_libgcc",
     "no_cuda_link",
     "memory_policy_denied",
     "page_size_kib",
 }
 
 
-ALONE = {"mirror-unreachable", "toolkit-too-old", "model-of-older-format"}
-"""Beside the hardware too, and not with others: there is one index, the newest toolkit counts, one format a model."""
+ALONE = {"mirror-unreachable", "toolkit-too-old", "model-of-older-format", "libgcc-missing"}
+"""Beside the hardware too, and not with others: there is one index, the newest toolkit counts, one format a model, and
+what links nothing is a compiler that is there."""
 
 
 def is_beside(fault: twins.Fault) -> bool:

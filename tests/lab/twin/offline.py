@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from bringup import ROOT, preflight, twins
-from bringup.node import facts, surroundings
+from bringup.node import facts, linking, surroundings
 from bringup.planned import HostPlan, Plan
 from bringup.rolevars import preflight as variables
 from tests.lab.twin.node import smi, state, tools, trees, wear
@@ -104,6 +104,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "mokutil": tools.mokutil,
     "nv-fabricmanager": tools.fabric_manager,
     "docker": tools.docker,
+    "cc": tools.compiler,
 }
 
 
@@ -112,6 +113,12 @@ def runner(worn: Mapping[str, Any], root: Path) -> facts.Runner:
 
     def run(argv: Sequence[str], limit_s: int) -> tuple[int, str]:
         program, *words = argv
+        if program == "timeout":
+            # The compiler, behind its limit and its variables.
+            start = next(at for at, word in enumerate(words) if word.endswith("/cc"))
+            program, *words = "cc", *words[start + 1 :]
+        elif program.endswith("/cc"):
+            program = "cc"
         if program == "systemctl" and words[:1] == ["is-active"]:
             return 0, "active" if _active(worn, words[1], root) else "inactive"
         if program == "nvidia-smi" and worn.get("smi_hangs"):
@@ -164,6 +171,7 @@ def gathered(worn: Mapping[str, Any], root: Path, asked: Mapping[str, Any] | Non
         "settings": facts.settings(root),
         "clock": {"epoch": 0.0, "synchronized": not worn.get("clock_not_kept"), "zone": "UTC"},
         "gpu": facts.gpu(run, root),
+        "linking": linking.gather((asked or {}).get("linking") or (), run, root),
     }
 
 

@@ -1,0 +1,118 @@
+"""Can what an engine compiles at run time be linked on this node? One line of C, given to the node's own compiler.
+
+Triton, FlashInfer and their like make small shared libraries when a server starts, and link them with the driver's
+library. A file that is there proves nothing (a C library cut to what runs has no start files), so it is tried. What is
+made lies in a folder that goes with the test, the compiler's own intermediate files too.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Runner = Callable[[Sequence[str], int], "tuple[int, str]"]
+
+LIMIT_S = 20
+"""Seconds that one link may take, its whole process group: it takes 0.1 s, and a hanging file system for ever."""
+
+GRACE_S = 2
+SOURCE = "#include <stdlib.h>\nint main(void) { return EXIT_SUCCESS; }\n"
+LENIENT = ("-Wl,--unresolved-symbols=ignore-all", "-Wl,--no-as-needed")
+"""A stub or a driver's library needs symbols that are of no interest here: is it found?"""
+
+COMPILERS = ("cc", "gcc", "clang")
+PLACES = ("usr/local/bin", "usr/bin")
+FOLDERS = (
+    "opt/bringup/cuda/lib",
+    *(f"usr/local/cuda*/{base}{end}" for base in ("lib64", "targets/*/lib") for end in ("", "/stubs")),
+)
+"""Where servers will have the linker look (role cuda_runtime): our links, then the toolkits and their stubs."""
+
+SAID = 300
+TELLING = re.compile(r"cannot find|cannot open|unable to|not found|error|No such file|No space|denied", re.I)
+
+
+def compiler(root: Path, wish: str = "") -> str | None:
+    """The C compiler that programs find (`wish`: the one of CC), None without one."""
+    if wish.startswith("/"):
+        return wish if (root / wish.lstrip("/")).exists() else None
+    names = [f"{place}/{name}" for name in ((wish,) if wish else COMPILERS) for place in PLACES]
+    return next((f"/{name}" for name in names if (root / name).exists()), None)
+
+
+def folders(root: Path) -> list[str]:
+    """Folders of FOLDERS that are there, as the node names them; one under two names counts once."""
+    kept: dict[Path, str] = {}
+    for pattern in FOLDERS:
+        for path in sorted(root.glob(pattern)):
+            if path.is_dir():
+                kept.setdefault(path.resolve(), f"/{path.relative_to(root)}")
+    return list(kept.values())
+
+
+def link(compiler: str, libraries: Iterable[str], where: Iterable[str], runner: Runner) -> tuple[int, str]:
+    """Exit code and words of the compiler for SOURCE with `-l` each library, looked for in `where` too; 124: LIMIT_S
+    were over."""
+    with tempfile.TemporaryDirectory(prefix="bringup-link-") as made:
+        source = Path(made, "one.c")
+        try:
+            source.write_text(SOURCE, encoding="utf-8")
+        except OSError as error:
+            return 1, f"{made}: {error.strerror}"
+        argv = [
+            "timeout",
+            f"--kill-after={GRACE_S}",
+            str(LIMIT_S),
+            "env",
+            f"TMPDIR={made}",
+            "LC_ALL=C",
+            compiler,
+        ]
+        argv += [str(source), "-o", f"{made}/one", *(f"-L{folder}" for folder in where)]
+        return runner([*argv, *LENIENT, *(f"-l{name}" for name in libraries)], LIMIT_S + 2 * GRACE_S)
+
+
+def tried(
+    compiler: str | None, libraries: Sequence[str], where: Sequence[str], runner: Runner
+) -> dict[str, Any]:
+    """What came of it: `compiler`, `links` (can it make a program at all? None: there is no compiler), `lost`
+    (libraries that cannot be linked), `said` (the telling words of a failure), `version` (of one that failed)."""
+    found: dict[str, Any] = {"compiler": compiler, "links": None, "lost": [], "said": "", "version": ""}
+    if compiler is None:
+        return found
+    code, said = link(compiler, libraries, where, runner)
+    if code == 0:
+        return {**found, "links": True}
+    if libraries:
+        bare, words = link(compiler, (), where, runner)
+        if bare == 0:
+            lost = [name for name in libraries if link(compiler, (name,), where, runner)[0] != 0]
+            return {**found, "links": True, "lost": lost or list(libraries), "said": telling(code, said)}
+        code, said = bare, words
+    version = runner([compiler, "-dumpversion"], LIMIT_S)[1].strip().partition(".")[0]
+    found["version"] = version if version.isdecimal() else ""
+    return {**found, "links": False, "said": telling(code, said)}
+
+
+def telling(code: int, said: str) -> str:
+    """Of a compiler's words the lines that say why, without the folder of the test."""
+    if code == 124:
+        return f"it did not end within {LIMIT_S} s"
+    rows = [line.strip() for line in said.splitlines() if line.strip()]
+    rows = [row for row in rows if TELLING.search(row) and "ld returned" not in row] or rows[-1:]
+    text = re.sub(r"\S*/bringup-link-\w+/", "", "; ".join(dict.fromkeys(rows)))
+    return text[:SAID] or f"it ended with {code} and said nothing"
+
+
+def gather(rows: Iterable[Mapping[str, Any]], runner: Runner, root: Path) -> list[dict[str, Any]]:
+    """`tried` for each row: `services` (names), `libraries`, `compiler` (the profile's CC, "" for the node's) and
+    `folders` (the profile's own LIBRARY_PATH, [] for what role cuda_runtime gives)."""
+    found = []
+    for row in rows:
+        where = list(row.get("folders") or ()) or folders(root)
+        outcome = tried(compiler(root, row.get("compiler") or ""), list(row["libraries"]), where, runner)
+        found.append({"services": list(row["services"]), "wish": row.get("compiler") or "", **outcome})
+    return found
