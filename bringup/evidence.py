@@ -80,6 +80,7 @@ class Reading:
     lines: int = 0
     size: int = 0
     head: str = ""
+    sources: list[str] = field(default_factory=list)
     order: int = 0
     dense: bool = False
 
@@ -94,6 +95,7 @@ def read(sources: Iterable[Source], library: failures.Library) -> Reading:
     kinds: dict[int, _Kind] = {}
     for name, stream in sources:
         number = 1
+        reading.sources.append(name)
         for chunk, is_last in _with_last(_chunks(stream)):
             if len(reading.head) < CHUNK // 16:
                 reading.head += chunk[: CHUNK // 16].decode("utf-8", "replace")

@@ -303,8 +303,12 @@ def library(folder: Path = FOLDER) -> Library:
 
     Raises UsageError with the problems of every file.
     """
-    stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.yml")))
-    return _library(folder, stamp)
+    return _library(*stamped(folder))
+
+
+def stamped(folder: Path) -> tuple[Path, tuple[tuple[str, int], ...]]:
+    """The folder and its files with the times of their last change."""
+    return folder, tuple((path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.yml")))
 
 
 @lru_cache(maxsize=4)

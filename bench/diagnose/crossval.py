@@ -1,18 +1,22 @@
 """How well the rules do on causes and reports: found, missed, wrong; and without each report's own wording.
 
-    python bench/diagnose/crossval.py
+    python -m bench.diagnose.crossval
 
 *Cases*: the public cases that the rules were written with. *Held out* and *collected*: public reports that were
 collected later (how many were found at first sight is in docs/diagnose.md). *Cross-validation*: each report is judged
 without those alternatives of its cause's rule that no other report of that cause uses, so by the wording of other
-reports alone; a cause with a single report loses its whole wording. By group: the part of the machine the cause is in.
+reports alone; a cause with a single report loses its whole wording. *With words*: where the rules then find nothing,
+by the words (bringup/nearest.py), without any wording from the same page and any sample that the report holds.
+By group: the part of the machine the cause is in.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,16 +26,33 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bringup import evidence, failures, logtext, verdicts  # noqa: E402  (the path is set above)
+from bringup import diagnose, evidence, failures, logtext, nearest, verdicts  # noqa: E402  (the path is set above)
 
-CASES = ROOT / "tests" / "cases" / "failures"
-SETS = {"cases": "cases-open.jsonl", "held out": "heldout.jsonl", "collected": "collected.jsonl"}
+CASES = ROOT / "tests" / "cases" / "failures" / "cases-open.jsonl"
+FOLDS = 20
+"""Parts of the wordings that are left out in turn; pages stay whole."""
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """The cases of a file, without the harmless ones."""
-    lines = (CASES / name).read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["cause"] != "benign"]
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The reports of a file, harmless ones too."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sets() -> dict[str, list[dict[str, Any]]]:
+    """The reports by how they came, the harmless ones as a set of their own."""
+    cases, wordings = rows(CASES), rows(nearest.WORDINGS)
+    lines = nearest.HARMLESS.read_text(encoding="utf-8").splitlines()
+    healthy = [
+        {"id": f"line {number}", "cause": nearest.NONE, "evidence": [line], "source": line}
+        for number, line in enumerate(lines, 1)
+    ]
+    faults = [row for row in wordings if row["cause"] != nearest.NONE]
+    return {
+        "cases": [row for row in cases if row["cause"] != nearest.NONE],
+        "held out": [row for row in faults if row["id"].startswith("heldout-")],
+        "collected": [row for row in faults if not row["id"].startswith("heldout-")],
+        "harmless": [row for row in cases + wordings if row["cause"] == nearest.NONE] + healthy,
+    }
 
 
 def text_of(row: Mapping[str, Any]) -> str:
@@ -39,16 +60,15 @@ def text_of(row: Mapping[str, Any]) -> str:
     return "\n".join(row["evidence"])
 
 
-def first(text: str, library: failures.Library) -> str | None:
+def first(text: str) -> str | None:
     """The first cause that is more than a note."""
-    reading = evidence.read([evidence.of_text("case", text)], library)
-    found = verdicts.judge(reading, library, verdicts.Context())
-    return next((item.cause for item in found if item.severity != "note"), None)
+    found = diagnose.of_text(text).first
+    return found.cause if found else None
 
 
-def score(cases: Iterable[Mapping[str, Any]], library: failures.Library) -> tuple[int, int, int]:
+def score(cases: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
     """Right, wrong and nothing found."""
-    verdict = [(row["cause"], first(text_of(row), library)) for row in cases]
+    verdict = [(row["cause"], first(text_of(row))) for row in cases]
     right = sum(want == got for want, got in verdict)
     silent = sum(got is None for _, got in verdict)
     return right, len(verdict) - right - silent, silent
@@ -105,26 +125,69 @@ def _matches(pattern: str, text: str) -> bool:
     return any(re.search(pattern, line, re.IGNORECASE | re.ASCII) for line in text.splitlines())
 
 
+def by_words(reports: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """For each report the cause that words name without its own page's wordings (None: no cause), by its id."""
+    known = nearest.known(failures.load())
+    answers: dict[str, str | None] = {}
+    for fold in range(FOLDS):
+        held = [row for row in reports if _fold(row["source"]) == fold]
+        lines = {line.strip() for row in held for line in text_of(row).splitlines()}
+        index = nearest.Index(
+            item
+            for item in known
+            if _fold(item.source) != fold and not {line.strip() for line in item.text.splitlines()} <= lines
+        )
+        for row in held:
+            reading = evidence.read([evidence.of_text("case", text_of(row))], failures.library())
+            guess = nearest.ask(verdicts.troubled(reading), index, failures.library().causes).guess
+            answers[row["id"]] = guess.cause if guess else None
+    return answers
+
+
+def _fold(source: str) -> int:
+    return zlib.crc32(source.encode()) % FOLDS
+
+
 def main() -> None:
     """Print found, wrong and missed of each set, then cross-validation by group and what it lost."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     library = failures.library()
-    sets = {name: rows(file) for name, file in SETS.items()}
-    for name, some in sets.items():
-        right, wrong, silent = score(some, library)
+    some_of = sets()
+    harmless = some_of.pop("harmless")
+    for name, some in some_of.items():
+        right, wrong, silent = score(some)
         print(f"{name:18}{right:4} of {len(some)} first, {wrong} wrong, {silent} nothing")
-    reports = [row for some in sets.values() for row in some]
-    for name, some in sets.items():
-        got = {row["id"]: without_own(row, library, reports) for row in some}
-        lost = [row for row in some if got[row["id"]] != row["cause"]]
-        wrong = sum(got[row["id"]] is not None for row in lost)
-        kept = len(some) - len(lost)
-        print(
-            f"\ncross-validation of {name}: {kept} of {len(some)} first, {wrong} wrong, {len(lost) - wrong} nothing"
-        )
+    alarms = sum(first(text_of(row)) is not None for row in harmless)
+    print(f"harmless          {len(harmless) - alarms:4} of {len(harmless)} silent")
+    reports = [row for some in some_of.values() for row in some]
+    worded = by_words([*reports, *harmless])
+    for name, some in some_of.items():
+        rules = {row["id"]: without_own(row, library, reports) for row in some}
+        got = {key: cause or worded[key] for key, cause in rules.items()}
+        print(f"\ncross-validation of {name}")
+        _line("by rules alone", some, rules)
+        lost = _line("with words", some, got)
         _by_group(some, lost, library)
         if name == "cases":
             for row in lost:
                 print(f"  {row['id']}: {row['cause']} -> {got[row['id']] or 'nothing'}")
+    named = [row for row in harmless if worded[row["id"]] and first(text_of(row)) is None]
+    print(f"\nharmless reports that words alone would give a cause: {len(named)} of {len(harmless)}")
+    for row in named:
+        print(f"  {row['id']}: {worded[row['id']]}")
+
+
+def _line(
+    name: str, some: Sequence[Mapping[str, Any]], got: Mapping[str, str | None]
+) -> list[Mapping[str, Any]]:
+    """Print how many were right; the reports that were not."""
+    lost = [row for row in some if got[row["id"]] != row["cause"]]
+    wrong = sum(got[row["id"]] is not None for row in lost)
+    kept = len(some) - len(lost)
+    print(f"  {name:16}{kept:4} of {len(some)} first, {wrong} wrong, {len(lost) - wrong} nothing")
+    return lost
 
 
 def _by_group(

@@ -1,6 +1,6 @@
 """Seconds and memory that the rules take for 100 MB of log on one core.
 
-    python bench/diagnose/speed.py [MEGABYTES]
+    python -m bench.diagnose.speed [MEGABYTES]
 
 Five logs are made: a server's usual lines repeated, lines that are all distinct (identifiers, times, addresses),
 the same with a random word in each, JSON lines, and a kernel log in which each line is a GPU fault. Each is read in a
@@ -9,6 +9,7 @@ process of its own, pinned to one core; seconds are of that core, so that other 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -142,11 +143,21 @@ def main(megabytes: int) -> int:
     return code
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("megabytes", nargs="?", type=int, default=MEGABYTES, help="of each log")
+    parser.add_argument("--measure", type=Path, metavar="LOG", help="only read this log, pinned to one core")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    if sys.argv[1:2] == ["--measure"]:
+    arguments = _arguments()
+    if arguments.measure:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        print(json.dumps(measure(Path(sys.argv[2]))))
+        print(json.dumps(measure(arguments.measure)))
     else:
-        sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else MEGABYTES))
+        sys.exit(main(arguments.megabytes))

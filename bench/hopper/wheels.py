@@ -75,4 +75,6 @@ def packages() -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or "--help" in sys.argv:
+        sys.exit(__doc__)
     main(*sys.argv[1:])
