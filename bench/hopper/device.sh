@@ -57,11 +57,16 @@ run() {
       sleep 0.1
     done
   done
-  # A checkout of its own: each transfer brings this one back to what it was.
-  mkdir -p "$folder/checkout"
-  tar -c --exclude=./.hop --exclude=./.git . | tar -x -C "$folder/checkout"
+  # A checkout of its own: each transfer brings this one back to what it was. Where there is a commit's archive, it is that one.
+  if [ ! -d "$folder/checkout" ]; then
+    mkdir -p "$folder/checkout.new"
+    if [ -e .hop/commit/checkout.tar ]; then cat .hop/commit/checkout.tar; else tar -c --exclude=./.hop --exclude=./.git --exclude=./.venv --exclude=./.lab --exclude=./runs .; fi |
+      tar -x -C "$folder/checkout.new"
+    mv "$folder/checkout.new" "$folder/checkout"
+  fi
+  rm -f "$folder/out/done"
   python3 bench/hopper/wheels.py lock "$folder/wheels" "$folder/checkout/catalog/engines/locks/sglang-0.5.15.post1-x86_64.txt"
-  sh bench/hopper/node.sh boot "$folder"
+  kill -0 "$(cat "$folder/checkout/.hop/first" 2>/dev/null)" 2>/dev/null || sh bench/hopper/node.sh boot "$folder"
   setsid sh bench/hopper/node.sh controller "$folder" python -m bench.hopper.ladder /out --until "$1" \
     </dev/null >"$folder/out/console.txt" 2>&1 &
   wait_for "$2"
@@ -74,7 +79,7 @@ wait_for() {
     cp "$folder/out/"[a-z]* "$OUT/" 2>/dev/null || true
   done
   cp "$folder/out/"[a-z]* "$OUT/"
-  tail -n 40 "$OUT/console.txt"
+  tail -n 60 "$OUT/console.txt"
 }
 
 shift

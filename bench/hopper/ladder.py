@@ -2,8 +2,10 @@
 
     python -m bench.hopper.ladder OUT [--only STEP] [--until SECONDS]
 
-A step that fails or takes too long is recorded, and the next begins. After each one everything that is known so far is in
-OUT/results.tar.gz, so that a machine that is taken away takes nothing with it.
+A step that fails or takes too long is recorded, and the next begins. No step takes more than its own limit, and one that
+would not have its least time before the machine goes back is left out. After each one everything that is known so far is in
+OUT/results.tar.gz, so that a machine that is taken away takes nothing with it; started again, it goes on with the steps
+that were not taken.
 """
 
 # ruff: noqa: E501 (scripts for the node are whole lines)
@@ -35,11 +37,15 @@ SUITE = "hopper"
 RUNGS = ("bring-up", "base", "mtp-careful", "")
 """Ends of the profiles' names, first rung first."""
 PROFILE = "h200-1x-glm-tiny-fp8-mtp-sglang"
+PAIR = "h200-2x-glm-tiny-fp8-mtp-sglang"
+"""The last rung on two GPUs."""
 HOST, ADDRESS, SERVICE, PORT = "hopper-01", "198.18.7.2", "glm", 8000
 HELD_PORT = 8011
 ENGINE_PYTHON = "/opt/bringup/environments/sglang-0.5.15.post1-current/bin/python"
 HOLD = "import sys, time, torch; held = torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device='cuda'); print('held', flush=True); time.sleep(600)"
 HOLD_LIMIT_S = 90
+PROVISION_LIMIT_S = 420
+BENCH_LIMIT_S = 150
 KILL_GRACE_S = 5
 CODES_SHOWN = 4000
 
@@ -56,18 +62,40 @@ class Step:
 
 
 class Ladder:
-    """The steps so far, and where they are written."""
+    """The steps so far, and where they are written. `place`: the inventory that the node is at."""
 
     def __init__(self, out: Path, until: float) -> None:
         self.out, self.until = out, time.monotonic() + until
         self.began = time.monotonic()
-        self.steps: list[Step] = []
+        self.deadline = self.until
         self.lock = threading.Lock()
         RESULTS.mkdir(parents=True, exist_ok=True)
+        self.steps = [Step(**row) for row in read("steps.json", [])]
+        self.finished: list[str] = read("finished.json", [])
+        self.place = str(read("place.json", "")) or rung(0)
 
     def left(self) -> float:
-        """Seconds until the machine goes back."""
-        return self.until - time.monotonic()
+        """Seconds until the machine goes back, or this step's time is over."""
+        return min(self.until, self.deadline) - time.monotonic()
+
+    def take(self, name: str, act: Callable[[Ladder], None], least: float, most: float) -> None:
+        """A step of the ladder, within its time. Never raises."""
+        self.deadline = self.until
+        if self.left() < least:
+            self.add(Step(name, 0, -3, [], f"left out: {self.left():.0f} s left, it needs {least:.0f}"))
+            return
+        self.deadline = time.monotonic() + most
+        try:
+            act(self)
+        except Exception as error:
+            self.add(Step(name, 0, -2, [], f"broke: {error!r}"))
+        self.finished.append(name)
+        write("finished.json", self.finished)
+
+    def at(self, place: str) -> None:
+        """The node has been brought to this inventory."""
+        self.place = place
+        write("place.json", place)
 
     def command(self, name: str, argv: Sequence[str], limit: float, stdin: str | None = None) -> Step:
         """A command with its output in a file; never raises for how it ends."""
@@ -111,8 +139,7 @@ class Ladder:
         say(
             f"{step.name}: {step.code} after {step.seconds} s (at {time.monotonic() - self.began:.0f} s) {step.note}"
         )
-        text = json.dumps([asdict(one) for one in self.steps], indent=1) + "\n"
-        (RESULTS / "steps.json").write_text(text, encoding="utf-8")
+        write("steps.json", [asdict(one) for one in self.steps])
         self.pack()
 
     def pack(self) -> None:
@@ -120,9 +147,9 @@ class Ladder:
         beside = self.out / ".results.new"
         with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
             archive.add(RESULTS, "results")
-            archive.add(ROOT / "tests" / "facts" / "h200-1x", "facts")
-            if (ROOT / "runs").is_dir():
-                archive.add(ROOT / "runs", "runs")
+            for folder in ("tests/facts/h200-1x", "tests/facts/h200-2x", "runs"):
+                if (ROOT / folder).is_dir():
+                    archive.add(ROOT / folder, folder)
         beside.replace(self.out / "results.tar.gz")
 
     def invoke(self, name: str, words: str, limit: float) -> Step:
@@ -132,6 +159,17 @@ class Ladder:
     def node(self, name: str, script: str, limit: float = 60) -> Step:
         """A shell script on the node, as root."""
         return self.command(name, [*ssh(), "sudo", "sh", "-s"], limit, stdin=script)
+
+
+def read(name: str, otherwise: Any) -> Any:
+    """What an earlier start of this ladder wrote."""
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else otherwise
+
+
+def write(name: str, data: Any) -> None:
+    """Plain data among the results."""
+    (RESULTS / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def say(text: str) -> None:
@@ -153,7 +191,7 @@ def ssh() -> list[str]:
     return ["ssh", "-i", str(HOP / "ssh/id"), "-o", known, "-o", "BatchMode=yes", f"sre@{ADDRESS}"]
 
 
-def inventory(name: str, profile: str, **service: Any) -> str:
+def inventory(name: str, profile: str, *, platform: str = "", **service: Any) -> str:
     """A copy of the inventory whose service has another profile, port or flags; its folder."""
     folder = HOP / "inventories" / name / INVENTORY.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -161,6 +199,7 @@ def inventory(name: str, profile: str, **service: Any) -> str:
     path = folder / "group_vars" / "all.yml"
     said = yaml.safe_load(path.read_text(encoding="utf-8"))
     said["node_services"] = [{**said["node_services"][0], "profile": profile, **service}]
+    said["node_platform"] = platform or said["node_platform"]
     path.write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
     return str(folder.relative_to(ROOT))
 
@@ -202,31 +241,48 @@ def before(run: Ladder) -> None:
     """The bare node: what it is, and what preflight says of it."""
     run.node(
         "machine",
-        "nvidia-smi; nvidia-smi -q; uname -a; systemctl is-system-running; lscpu; free -g; ldconfig -p | grep -E 'cuda|nvidia'; "
-        "cat /proc/driver/nvidia/version; ls -la /dev/nvidia* /usr/local/cuda/; findmnt; systemctl --failed",
+        "nvidia-smi; nvidia-smi topo -m; nvidia-smi -q; uname -a; systemctl is-system-running; lscpu; nproc; free -g; "
+        "ldconfig -p | grep -E 'cuda|nvidia'; cat /proc/driver/nvidia/version; ls -la /dev/nvidia* /usr/local/cuda/; "
+        "ls /sys/bus/pci/devices; findmnt; systemctl --failed",
     )
+    fit_memory(run)
     run.invoke("preflight-bare", f"preflight --inventory {rung(0)} --json", 60)
     run.invoke("record", f"twins.record --inventory {rung(0)} --limit {HOST}", 60)
 
 
-def climb(run: Ladder, number: int, limit: float) -> None:
+def fit_memory(run: Ladder) -> None:
+    """Some virtual machines show a part of their memory until it is used: the platform is what this one shows."""
+    total = int(Path("/proc/meminfo").read_text(encoding="utf-8").split()[1]) >> 20
+    for path in sorted((ROOT / "catalog" / "platforms").glob("h200-[12]x.yml")):
+        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if said["host"]["memory_gib_per_socket"] > total:
+            said["host"]["memory_gib_per_socket"] = total
+            path.write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+            run.add(Step(f"memory-{path.stem}", 0, 0, [], f"taken to have the {total} GiB that it shows"))
+
+
+def climb(run: Ladder, number: int) -> None:
     """One rung: provisioned as any node, and measured."""
-    name, place = f"rung-{number}", rung(number)
-    step = run.invoke(f"{name}-provision", f"provision --inventory {place} --json", limit)
+    if brought(run, f"rung-{number}", rung(number)):
+        measured(run, f"rung-{number}", " --against last" if number else "")
+
+
+def brought(run: Ladder, name: str, place: str) -> bool:
+    """The node at another inventory, provisioned as any node; whether it is."""
+    step = run.invoke(f"{name}-provision", f"provision --inventory {place} --json", PROVISION_LIMIT_S)
+    run.at(place)
     run.node(f"{name}-node", LOOK)
     if step.code:
         run.invoke(f"{name}-diagnose", f"diagnose --inventory {place}", 60)
-        return
-    measured(run, number)
+    return not step.code
 
 
-def measured(run: Ladder, number: int) -> None:
-    """The suite on a rung that runs, judged against the measurement before it."""
-    against = " --against last" if number else ""
+def measured(run: Ladder, name: str, against: str) -> None:
+    """The suite on what runs, judged against the measurement before it."""
     run.invoke(
-        f"rung-{number}-bench", f"bench --inventory {rung(number)} --suite {SUITE}{against} --json", 150
+        f"{name}-bench", f"bench --inventory {run.place} --suite {SUITE}{against} --json", BENCH_LIMIT_S
     )
-    run.node(f"rung-{number}-after", LOOK)
+    run.node(f"{name}-after", LOOK)
 
 
 LOOK = f"""
@@ -240,6 +296,10 @@ cat /etc/bringup/services/{SERVICE}.env
 du -sh /var/cache/bringup/{SERVICE} /var/cache/bringup/{SERVICE}/.[a-z]* /var/cache/bringup/{SERVICE}/.cache/* /opt/bringup/environments
 tail -n 60 /var/log/bringup/{SERVICE}/engine.log
 """
+LIBGCC = "/usr/lib/gcc/*/*/libgcc.a"
+HIDE_STUBS = "for stubs in /usr/local/cuda-*/lib64/stubs; do mount -t tmpfs tmpfs $(readlink -f $stubs); done"
+SHOW_STUBS = "for stubs in /usr/local/cuda-*/lib64/stubs; do umount $(readlink -f $stubs); done"
+LINK = "echo 'int main(void){return 0;}' >/tmp/a.c; cc /tmp/a.c -o /tmp/a"
 
 
 def hold(run: Ladder, name: str, gib: int) -> None:
@@ -255,11 +315,7 @@ def hold(run: Ladder, name: str, gib: int) -> None:
 
 def node_faults(run: Ladder) -> None:
     """Faults of the node, made for real; each must be told by preflight or refused at the start, by name."""
-    place = rung(3)
-    held = inventory("held-port", PROFILE, port=HELD_PORT)
-    run.node("fault-port-hold", f"systemd-run -q --unit=porter python3 -m http.server {HELD_PORT}; sleep 1")
-    run.invoke("fault-port-preflight", f"preflight --inventory {held} --json", 60)
-    run.node("fault-port-release", "systemctl stop porter")
+    place = run.place
     run.node(
         "fault-mtp-index",
         """cd /srv/models/glm-tiny-fp8-mtp && cp -a model.safetensors.index.json /root/index.json
@@ -279,77 +335,123 @@ X
         "fault-mtp-restore",
         "cd /srv/models/glm-tiny-fp8-mtp && rm model.safetensors.index.json && cp -a /root/index.json model.safetensors.index.json",
     )
+    run.node("fault-compiler-hide", f"for file in {LIBGCC}; do mv $file $file.away; done; {LINK}")
+    run.invoke("fault-compiler-preflight", f"preflight --inventory {place} --json", 60)
+    run.node(
+        "fault-compiler-back",
+        f"for file in {LIBGCC}.away; do mv $file ${{file%.away}}; done; {LINK} && echo linked",
+    )
+    run.node("fault-libcuda-hide", f"{HIDE_STUBS}; ls -la /usr/local/cuda/lib64/stubs; {LINK} -lcuda")
+    run.invoke("fault-libcuda-preflight", f"preflight --inventory {place} --json", 60)
+    run.invoke("fault-libcuda-provision", f"provision --inventory {place} --tags cuda_runtime --full", 90)
+    run.node(
+        "fault-libcuda-link",
+        f"ls -la /opt/bringup/cuda/lib; LIBRARY_PATH=/opt/bringup/cuda/lib; export LIBRARY_PATH; {LINK} -lcuda && echo linked",
+    )
+    run.node("fault-libcuda-back", SHOW_STUBS)
+    run.invoke("fault-libcuda-again", f"provision --inventory {place} --tags cuda_runtime --full", 90)
+    held = inventory("held-port", PROFILE, port=HELD_PORT)
+    run.node("fault-port-hold", f"systemd-run -q --unit=porter python3 -m http.server {HELD_PORT}; sleep 1")
+    run.invoke("fault-port-preflight", f"preflight --inventory {held} --json", 60)
+    run.node("fault-port-release", "systemctl stop porter")
     hold(run, "fault-gpu", 2)
     run.invoke("fault-gpu-preflight", f"preflight --inventory {place} --json", 60)
-    run.node(
-        "fault-gpu-start",
-        f"systemctl restart --no-block bringup-{SERVICE}; sleep 12; systemctl status --no-pager bringup-{SERVICE}; journalctl -u bringup-{SERVICE} -n 20 --no-pager; cat /var/lib/bringup/starts/*.json",
-        60,
-    )
-    run.invoke("fault-gpu-status", f"status --inventory {place}", 60)
     run.node("fault-gpu-release", "systemctl stop holder")
 
 
 def killed(run: Ladder) -> None:
     """The scheduler is killed under the server: it comes back by itself, and diagnose says what was."""
-    place = rung(3)
+    unit = f"bringup-{SERVICE}"
     run.node(
         "killed-kill",
-        f"systemctl reset-failed bringup-{SERVICE}; systemctl start bringup-{SERVICE}; pids=$(pgrep -f sglang::scheduler); echo $pids; kill -9 $pids; "
-        f"sleep 5; systemctl status --no-pager bringup-{SERVICE} | head -30; nvidia-smi",
-        240,
+        f"pids=$(pgrep -f sglang::scheduler | head -n 1); echo $pids; kill -9 $pids; "
+        f"for i in $(seq 20); do sleep 0.5; date +%T.%N; systemctl show -p ActiveState,SubState,NRestarts {unit}; done; "
+        f"systemctl status --no-pager {unit} | head -30; nvidia-smi",
+        60,
     )
-    run.invoke("killed-diagnose", f"diagnose --inventory {place} --json", 60)
+    run.invoke("killed-diagnose", f"diagnose --inventory {run.place} --json", 60)
     run.node(
         "killed-trail",
         f"python3 /opt/bringup/lib/trail.py {SERVICE} --show; ls -la /var/lib/bringup/crashes/*/",
     )
-    run.invoke("killed-status", f"status --inventory {place}", 60)
+    run.invoke("killed-status", f"status --inventory {run.place}", 60)
     run.node(
         "killed-back",
-        f"systemctl start bringup-{SERVICE}; systemctl show -p NRestarts,ActiveState bringup-{SERVICE}; cat /var/lib/bringup/starts/*.json",
-        200,
+        f"systemctl start {unit}; systemctl show -p NRestarts,ActiveState {unit}; cat /var/lib/bringup/starts/*.json",
+        160,
     )
 
 
 def tuned(run: Ladder) -> None:
-    """The last two rungs are tune's two settings; what it picks stays, and is measured like the others."""
-    run.invoke("tune", f"tune --inventory {rung(3)} --yes --json", 420)
+    """The last two rungs are tune's two settings; the profile is put back afterwards."""
+    run.invoke("tune", f"tune --inventory {rung(3)} --yes --json", 360)
+    run.at(rung(3))
     run.node("tune-node", LOOK)
-    measured(run, 3)
+
+
+def pair(run: Ladder) -> None:
+    """The same node with the second GPU, which was kept from it so far: the last rung on both."""
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:
+        run.add(Step("pair", 0, -3, [], "left out: this machine has one GPU"))
+        return
+    run.command("pair-admit", ["sh", "bench/hopper/node.sh", "admit", "/"], 30)
+    run.node(
+        "pair-machine",
+        "nvidia-smi; nvidia-smi topo -m; nvidia-smi topo -p2p r; nvidia-smi nvlink -s; ls -la /dev/nvidia*; lspci",
+    )
+    place = inventory("pair", PAIR, platform="h200-2x")
+    run.invoke("pair-preflight", f"preflight --inventory {place} --json", 60)
+    run.invoke("pair-record", f"twins.record --inventory {place} --limit {HOST}", 60)
+    if brought(run, "pair", place):
+        measured(run, "pair", " --against last")
+    run.node("pair-multicast", MULTICAST)
+
+
+MULTICAST = f"""
+grep -i -E 'multicast|symm|nvls|allreduce|all.reduce|nccl' /var/log/bringup/{SERVICE}/engine.log | tail -n 60
+for pid in $(pgrep -f sglang::scheduler); do tr '\\0' '\\n' </proc/$pid/environ | grep -E 'NVLS|MULTICAST|NCCL'; done
+nvidia-smi
+"""
 
 
 def stopped(run: Ladder) -> None:
     """Stopped: nothing is left."""
-    run.invoke("stop", f"run stop-servers --inventory {rung(3)} --yes --json", 120)
-    run.invoke("leftovers", f"cleanup --inventory {rung(3)} --check --json", 60)
-    run.node(
-        "logs",
-        f"nvidia-smi; ls -la /dev/shm; ps aux | grep -c sglan[g]; journalctl -u bringup-{SERVICE} --no-pager | tail -n 300; "
-        f"tar czf /tmp/logs.tgz -C /var/log bringup -C /var/lib bringup; chmod 644 /tmp/logs.tgz",
-    )
-    with (RESULTS / "node-logs.tgz").open("wb") as file:
+    run.node("stop-before", "nvidia-smi; ls -la /dev/shm; ps aux | grep -c sglan[g]")
+    run.invoke("stop", f"run stop-servers --inventory {run.place} --yes --json", 120)
+    run.invoke("leftovers", f"cleanup --inventory {run.place} --check --json", 60)
+    run.node("logs", LOGS)
+    with (run.out / "node-logs.tgz").open("wb") as file:
         subprocess.run([*ssh(), "cat", "/tmp/logs.tgz"], stdout=file, timeout=60, check=False)
-    run.pack()
+
+
+LOGS = f"""
+nvidia-smi; ls -la /dev/shm; ps aux | grep -c sglan[g]
+journalctl -u bringup-{SERVICE} --no-pager | tail -n 300
+tar czf /tmp/logs.tgz -C /var/log bringup -C /var/lib bringup; chmod 644 /tmp/logs.tgz
+"""
 
 
 def first(run: Ladder) -> None:
     """The first rung; faults that only the plan knows are shown meanwhile."""
     beside = threading.Thread(target=plan_faults, args=[run])
     beside.start()
-    climb(run, 0, 420)
+    climb(run, 0)
     beside.join()
 
 
-STEPS: Mapping[str, Callable[[Ladder], None]] = {
-    "before": before,
-    "rung-0": first,
-    "rung-1": lambda run: climb(run, 1, 240),
-    "tune": tuned,
-    "node-faults": node_faults,
-    "killed": killed,
-    "stop": stopped,
+STEPS: Mapping[str, tuple[Callable[[Ladder], None], float, float]] = {
+    "before": (before, 20, 120),
+    "rung-0": (first, 200, 480),
+    "rung-1": (lambda run: climb(run, 1), 80, 200),
+    "rung-2": (lambda run: climb(run, 2), 100, 330),
+    "rung-3": (lambda run: climb(run, 3), 80, 260),
+    "tune": (tuned, 200, 360),
+    "pair": (pair, 150, 400),
+    "killed": (killed, 60, 240),
+    "node-faults": (node_faults, 60, 240),
+    "stop": (stopped, 5, 120),
 }
+"""Each step with the seconds that it needs at least, and those that it may take."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -360,11 +462,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", type=float, default=1200, help="seconds that the machine is there")
     chosen = parser.parse_args(words)
     run = Ladder(chosen.out, chosen.until)
-    for name in chosen.only or list(STEPS):
-        try:
-            STEPS[name](run)
-        except Exception as error:
-            run.add(Step(name, 0, -2, [], f"broke: {error!r}"))
+    for name, (act, least, most) in STEPS.items():
+        if name in (chosen.only or STEPS) and name not in run.finished:
+            run.take(name, act, least, most)
+    run.pack()
     (chosen.out / "done").write_text("done\n")
     return 0
 

@@ -4,6 +4,7 @@
 # name, IPC, control groups, network), on the machine's own kernel; where the machine has GPUs it sees them, with the driver as a
 # distribution's package lays it out (libcuda.so.1, no libcuda.so) and the machine's CUDA toolkit. It is reached by SSH over a
 # pair of virtual network cards. node.sh controller FOLDER COMMAND... runs a command beside it, in the controller's file system.
+# A node has the first GPU and CPUs 0 to 15, however many the machine has; node.sh admit FOLDER lets all others in, as it runs.
 set -eu
 verb=$1 folder=$2
 here=198.18.7.1 there=198.18.7.2 name=hopper-01
@@ -11,6 +12,7 @@ path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 checkout=$folder/checkout
 controller_root=$folder/controller-root
 node_root=$folder/node-root
+own_gpus=1 own_cpus=16
 
 # lay TARGET LOWER NAME: a writable file system over read-only ones.
 lay() {
@@ -22,6 +24,7 @@ lay() {
 controller() {
   lay "$controller_root" "$folder/controller:$folder/root" controller
   mountpoint -q "$controller_root/proc" || mount --rbind /proc "$controller_root/proc"
+  mountpoint -q "$controller_root/sys" || mount --rbind /sys "$controller_root/sys"
   mountpoint -q "$controller_root/dev" || mount --rbind /dev "$controller_root/dev"
   mkdir -p "$controller_root/checkout"
   mountpoint -q "$controller_root/checkout" || mount --bind "$checkout" "$controller_root/checkout"
@@ -62,9 +65,11 @@ boot() {
   group=$(awk '$3 == "cgroup2" {print $2; exit}' /proc/mounts)/hopper
   mkdir -p "$group"
   ulimit -l unlimited 2>/dev/null || true
+  most=$(($(nproc --all) - 1))
+  [ $most -lt $own_cpus ] || most=$((own_cpus - 1))
   NODE_AUTHORIZED_KEY=$(cat "$checkout/.hop/ssh/id.pub") setsid sh -c "
     echo 0 >'$group/cgroup.procs'
-    exec unshare --mount --uts --ipc --pid --cgroup --net --fork sh '$0' inside '$folder'
+    exec taskset -c 0-$most unshare --mount --uts --ipc --pid --cgroup --net --fork sh '$0' inside '$folder'
   " </dev/null >"$folder/console.log" 2>&1 &
   limit=100
   until [ -e "$folder/inside" ]; do
@@ -72,6 +77,7 @@ boot() {
     sleep 0.1
   done
   first=$(tr -d ' ' <"/proc/$!/task/$!/children")
+  echo "$first" >"$checkout/.hop/first"
   ip() { chroot "$folder/root" ip "$@"; }
   ip link del hopper 2>/dev/null || true
   ip link add hopper type veth peer name eth0 netns "$first"
@@ -89,6 +95,54 @@ boot() {
   done
   echo "$there $key" >"$checkout/.hop/ssh/known_hosts"
   echo "$name is up: process $first"
+}
+
+# GPUs on the bus, in its order.
+gpus_on_bus() {
+  for device in /sys/bus/pci/devices/*; do
+    case $(cat "$device/vendor" "$device/class" | tr '\n' ' ') in
+      "0x10de 0x0300"* | "0x10de 0x0302"*) basename "$device" ;;
+    esac
+  done
+}
+
+# hidden: GPUs that the node has not: "number address" each, the number as its device has it.
+hidden() {
+  gpus_on_bus | tail -n +$((own_gpus + 1)) | while read -r address; do
+    number=$(awk '/^Device Minor:/ {print $3}' "/proc/driver/nvidia/gpus/$address/information")
+    echo "$number $address"
+  done
+}
+
+# Takes GPUs that are not the node's from its files: devices, the bus, the driver's list. The driver's programs would make
+# missing devices again, which its parameters forbid as they do in containers.
+hide() {
+  hidden | grep -q . || return 0
+  mount -t tmpfs -o mode=0755 tmpfs mnt
+  mkdir mnt/devices mnt/gpus
+  cp -a sys/bus/pci/devices/. mnt/devices/
+  for address in $(gpus_on_bus); do mkdir "mnt/gpus/$address"; done
+  hidden | while read -r number address; do
+    rm -rf "dev/nvidia$number" "mnt/devices/$address"
+    rmdir "mnt/gpus/$address"
+  done
+  for address in mnt/gpus/*; do cp "proc/driver/nvidia/gpus/$(basename "$address")/information" "$address/"; done
+  sed 's/ModifyDeviceFiles: 1/ModifyDeviceFiles: 0/' proc/driver/nvidia/params >mnt/params
+  mount --bind mnt/devices sys/bus/pci/devices
+  mount --bind mnt/gpus proc/driver/nvidia/gpus
+  mount --bind mnt/params proc/driver/nvidia/params
+  umount -l mnt
+}
+
+# Gives a node that runs the GPUs and CPUs that were kept from it. Servers that start from now on have them.
+admit() {
+  first=$(cat "$checkout/.hop/first")
+  in_node() { nsenter --mount="/proc/$first/ns/mnt" "$@"; }
+  for file in sys/bus/pci/devices proc/driver/nvidia/gpus proc/driver/nvidia/params; do in_node umount "/$file" || true; done
+  hidden | while read -r number _; do
+    in_node mknod -m 0666 "/dev/nvidia$number" c $(stat -c '0x%t 0x%T' "/dev/nvidia$number")
+  done
+  taskset -apc "0-$(($(nproc --all) - 1))" "$first"
 }
 
 # The first process of the node's namespaces: mounts what a machine has, leaves the machine's own files, becomes systemd.
@@ -110,6 +164,7 @@ inside() {
   ln -s /proc/self/fd/1 dev/stdout
   ln -s /proc/self/fd/2 dev/stderr
   for device in /dev/nvidia*; do [ ! -e "$device" ] || cp -a "$device" dev/; done
+  hide || echo "not all GPUs that it should not have are hidden"
   touch "$folder/inside"
   pivot_root . old
   umount -l /old

@@ -3,6 +3,8 @@
 The node's root file system (the lab's image with a compiler, Python and uv), the controller's environment, and the
 engine's wheels as its lock has them: each an archive, packed tightly, one after the other, cut into parts of a size that
 one transfer takes. Needs root, a network, and a Python of the engine's version here. What is made already is kept.
+
+The last commit lies beside them (`.hop/commit`), so that what others change meanwhile is not half of it there.
 """
 
 # ruff: noqa: E501 (lists of paths)
@@ -50,6 +52,8 @@ LIBRARY_UNWANTED = (
 COLLECTIONS = ("ansible/posix",)
 """Of the 90 collections that come with Ansible, those that a role uses."""
 CONTROLLER = "opt/controller"
+CHECKOUT = "/checkout"
+"""Where the controller has this project there (node.sh)."""
 
 
 def say(text: str) -> None:
@@ -258,7 +262,7 @@ def controller(root: Path) -> Path:
     for name in ("pip", "setuptools", "scipy/*/tests", "numpy/*/tests", "ansible_test", "xllamacpp"):
         for path in library.glob(name):
             shutil.rmtree(path)
-    (library / "bringup-checkout.pth").write_text(f"{ROOT}\n")
+    (library / "bringup-checkout.pth").write_text(f"{CHECKOUT}\n")
     shutil.move(home, place / CONTROLLER)
     (place / ".ready").touch()
     return place
@@ -344,6 +348,14 @@ def cut(archives: Sequence[Path]) -> list[Path]:
     return parts
 
 
+def commit() -> Path:
+    """The last commit as `.hop/commit/checkout.tar`; its folder."""
+    folder = HOP / "commit"
+    folder.mkdir(parents=True, exist_ok=True)
+    command("git", "-C", ROOT, "archive", "--output", folder / "checkout.tar", "HEAD")
+    return folder
+
+
 def run(python: str) -> int:
     """Makes everything; prints what to carry."""
     STOCK.mkdir(parents=True, exist_ok=True)
@@ -356,8 +368,7 @@ def run(python: str) -> int:
         packed("controller", STOCK / "controller"),
         packed("wheels", wheel_archive()),
     ]
-    parts = cut(archives)
-    for folder in parts:
+    for folder in [*cut(archives), commit()]:
         print(
             f"{folder.relative_to(ROOT)}  {sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.1f} MB"
         )
