@@ -71,9 +71,9 @@ class Expected:
     `units` (with suffix) and the least `limits` they need (`open_files`, `tasks`); `sets`: environment variables that
     every one of them sets itself; `settings`: what role system_settings sets (name, path, value); `addresses`: what a
     download needs (host, port, purpose, and `unless`: a path that makes it needless); `caches`: folders (path, user);
-    `models`: name, folder, files (path, size), stamp and `expects`; `linking`: what engines link at run time (services,
-    libraries, and the profile's own compiler and folders); `logs`: files that servers write; `mends`: code of
-    a finding -> the role that mends it.
+    `models`: name, folder, files (path, size), stamp, `expects` and `mtp` (prefix, services that draft); `linking`:
+    what engines link at run time (services, libraries, and the profile's own compiler and folders); `logs`: files that
+    servers write; `mends`: code of a finding -> the role that mends it.
     """
 
     arch: str = "any"

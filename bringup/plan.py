@@ -12,11 +12,11 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from bringup import catalog as catalogs
 from bringup import fit, flags, intent, inventory, placement
-from bringup.catalog import Catalog, Engine, Graft, Model, Platform, Profile
+from bringup.catalog import Catalog, Engine, Graft, Model, Platform, Profile, uses_mtp
 from bringup.entries import build, read_text
 from bringup.errors import Problem, UsageError
 from bringup.intent import Intent, LogWish, ServiceIntent
@@ -526,8 +526,17 @@ def _service(
         context_tokens=_context(part),
         memory_gib=profile.limits.memory_gib,
         links=engine.compiles.links if engine.compiles else None,
+        drafts=_drafts(part),
     )
     return service, verdict
+
+
+def _drafts(part: Parts) -> Literal["", "mtp", "other"]:
+    """Does the service speculate, and with the model's own layer?"""
+    if uses_mtp(part.flags) and not part.profile.draft:
+        return "mtp"
+    serving = fit.facts_of_serving(part.profile, part.flags, part.gpus, part.model, part.draft)
+    return "other" if serving.speculates else ""
 
 
 def _variables(part: Parts, cache: str) -> dict[str, str]:

@@ -195,6 +195,7 @@ class Service:
     `unit` is the systemd unit without suffix (`bringup-<name>`). `start_timeout_s` bounds the time to a real token.
     `log_markers`: phase name -> regular expression found in the engine's log when the phase ends.
     `metrics_names`: our name (running, waiting, generation_tokens_total, ...) -> the engine's metric name.
+    `drafts`: whether it speculates, with the model's own layer or otherwise.
     `links`: libraries that what the engine compiles at run time is linked with (None: it compiles nothing).
     """
 
@@ -228,6 +229,7 @@ class Service:
     context_tokens: int | None = None
     memory_gib: float | None = None
     links: tuple[str, ...] | None = None
+    drafts: Literal["", "mtp", "other"] = ""
     is_stand_in: bool = False
 
 

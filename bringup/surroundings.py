@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 from bringup.expected import GIB, Check, Expected, Facts, Finding, numbers, size
+from bringup.node import linking
+from bringup.node.contents import INDEX
 
 OPEN_FILES_LEAST = 65_536
 """Open files that a server of eight ranks and a thousand clients needs."""
@@ -353,81 +355,14 @@ def check_own_name(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
-PARTS: tuple[tuple[str, str, tuple[str, str]], ...] = (
-    (
-        r"crt[1in]\.o|cannot find -lc\b|libc\.so|stdlib\.h",
-        "the C library's development files",
-        ("libc6-dev", "glibc-devel"),
-    ),
-    (
-        r"crtbegin|crtend|-lgcc|libgcc",
-        "the compiler's own library (libgcc)",
-        ("libgcc-{version}-dev", "gcc"),
-    ),
-    (r"\bcc1\b", "the compiler's inner program (cc1)", ("gcc-{version}", "gcc")),
-    (
-        r"(?:execute|exec|find|command:) .?(?:\S*/)?(?:ld|as|collect2)\b",
-        "the linker or assembler",
-        ("binutils", "binutils"),
-    ),
-)
-"""What the words of a link that failed tell: pattern, what is missing, and its package, as Debian and its kin call it
-and as Red Hat, Fedora and SUSE do."""
-
-NO_PACKAGE: tuple[tuple[str, str], ...] = (
-    (r"No space left|Read-only", "df -h /tmp"),
-    (r"did not end within", "look for a file system that hangs: sudo dmesg | tail"),
-)
-"""What no package helps against: pattern, remedy."""
-
-INSTALLS: Mapping[str, str] = {
-    "debian": "sudo apt-get install --reinstall",
-    "fedora": "sudo dnf install",
-    "rhel": "sudo dnf install",
-    "suse": "sudo zypper install --force",
-}
-"""How each family of distributions installs packages, also ones whose files somebody has taken away."""
-
-
-def _install(system: Mapping[str, str], names: Iterable[tuple[str, str]], version: str) -> str:
-    """The command that brings packages (Debian's name, the others' name) on a distribution."""
-    family = next((one for one in (system["id"], *system["like"].split()) if one in INSTALLS), "debian")
-    rows = [(debian if family == "debian" else others) for debian, others in names]
-    filled = [row.format(version=version) if version else row.replace("-{version}", "") for row in rows]
-    return f"{INSTALLS[family]} {' '.join(dict.fromkeys(filled))}"
-
-
 def check_compiler(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """Engines that compile at run time find a C compiler, and it makes a program: one was made to see."""
     for row in facts.get("linking") or ():
-        who = f"what {' and '.join(row['services'])} compiles at its start fails"
-        if row["compiler"] is None:
-            yield Finding(
-                "COMPILER_MISSING",
-                "error",
-                f"there is no C compiler {row['wish']}, as CC of the profile names it: {who}"
-                if row["wish"]
-                else f"there is no C compiler: {who}",
-                "no cc, gcc or clang in /usr/local/bin and /usr/bin",
-                _install(facts["os"], [("gcc", "gcc"), ("libc6-dev", "glibc-devel")], ""),
-            )
-        elif row["links"] is False:
-            other = next((remedy for words, remedy in NO_PACKAGE if re.search(words, row["said"])), "")
-            parts = [(what, names) for words, what, names in PARTS if re.search(words, row["said"])]
-            lacks = f", {' and '.join(what for what, _ in parts)} cannot be found" if parts else ""
-            yield Finding(
-                "LINK_FAILED",
-                "error",
-                f"{row['compiler']} cannot make a program of one line{lacks}: {who}",
-                row["said"],
-                other
-                or _install(
-                    facts["os"],
-                    [(debian, others) for _, (debian, others) in parts]
-                    or [("gcc", "gcc"), ("libc6-dev", "glibc-devel"), ("binutils", "binutils")],
-                    row["version"],
-                ),
-            )
+        trouble = linking.trouble(row, facts["os"])
+        if trouble and trouble.code == "COMPILER_MISSING":
+            yield Finding("COMPILER_MISSING", "error", trouble.what, trouble.evidence, trouble.remedy)
+        elif trouble and trouble.code == "LINK_FAILED":
+            yield Finding("LINK_FAILED", "error", trouble.what, trouble.evidence, trouble.remedy)
 
 
 def check_toolkits(facts: Facts, expected: Expected) -> Iterator[Finding]:
@@ -498,7 +433,8 @@ def check_caches(facts: Facts, expected: Expected) -> Iterator[Finding]:
 
 
 def check_models(facts: Facts, expected: Expected) -> Iterator[Finding]:
-    """The files of models that are there are what the lock says, by size and first bytes."""
+    """The files of models that are there are what the lock says, by size and first bytes, and what services draft with
+    is in the index."""
     for row in facts.get("models") or ():
         if row["problems"]:
             more = (
@@ -512,6 +448,17 @@ def check_models(facts: Facts, expected: Expected) -> Iterator[Finding]:
                 f"model {row['name']} in {row['folder']} is not whole",
                 "; ".join(row["problems"]) + more,
                 "invoke provision fetches what is wrong again (role model_store)",
+            )
+        mtp = row.get("mtp") or {}
+        if mtp and not mtp["found"]:
+            yield Finding(
+                "MODEL_MTP_MISSING",
+                "error",
+                f"{' and '.join(mtp['services'])} drafts with the MTP layer of model {row['name']}, whose index has no "
+                "tensor of it: it would serve with health 200, and accept nothing of what it drafts",
+                f"{row['folder']}/{INDEX}: 0 names start with {mtp['prefix']}",
+                "invoke provision fetches or makes the model again (role model_store); a copy that never had the layer "
+                "is another model: take the speculative flags out, or plan one that has it",
             )
 
 

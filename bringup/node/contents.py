@@ -22,6 +22,9 @@ GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
 LFS_START = b"version https://git-lfs.github.com/spec/"
 INDEX = "model.safetensors.index.json"
+INDEX_LIMIT_BYTES = 64 * 1024 * 1024
+"""An index of 120,000 tensors, as of a model with 256 experts in 78 layers, is 12 MiB."""
+
 LEFTOVER_SUFFIXES = (".incomplete", ".partial", ".aria2", ".lock")
 SHOWN = 3
 
@@ -142,6 +145,33 @@ def check_index(folder: Path) -> list[str]:
     return problems + ([f"files hold tensors that {INDEX} does not name: {_some(extra)}"] if extra else [])
 
 
+def index_map(folder: Path) -> tuple[dict[str, str], int]:
+    """The index's tensors with their files, and the bytes of all tensors that it names (0: it does not say). Raises
+    BadFile for one that is no index, or larger than INDEX_LIMIT_BYTES; OSError for none."""
+    path = folder / INDEX
+    size = path.stat().st_size
+    if size > INDEX_LIMIT_BYTES:
+        raise BadFile(f"{INDEX} has {size} bytes, more than {INDEX_LIMIT_BYTES}: it is no index")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        names = {str(name): str(file) for name, file in data["weight_map"].items()}
+        return names, int((data.get("metadata") or {}).get("total_size") or 0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadFile(f"{INDEX} is no index: it has no weight_map") from None
+
+
+def check_listed(folder: Path, names: Mapping[str, str], total: int) -> list[str]:
+    """Are the files that an index names there, and as large as what it says is in them? Sizes only."""
+    files = sorted(set(names.values()))
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        return [f"{INDEX} names files that are not there: {_some(missing)}"]
+    there = sum((folder / name).stat().st_size for name in files)
+    if there < total:
+        return [f"{INDEX} names tensors of {total} bytes, and its files have {there}"]
+    return []
+
+
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -197,9 +227,10 @@ def config_value(config: Mapping[str, Any], dotted: str) -> Any:
     return None
 
 
-def check_config(folder: Path, expects: Mapping[str, Any]) -> list[str]:
+def check_config(folder: Path, expects: Mapping[str, Any], names: Iterable[str] | None = None) -> list[str]:
     """config.json against what the plan expects: `architecture`, `config` (dotted name -> value), and
-    `tensors` (prefix -> how many tensors start with it; None: at least one)."""
+    `tensors` (prefix -> how many tensors start with it; None: at least one). `names`: of all tensors, where the caller
+    has read them."""
     if not expects:
         return []
     try:
@@ -216,13 +247,13 @@ def check_config(folder: Path, expects: Mapping[str, Any]) -> list[str]:
     for name, value in (expects.get("config") or {}).items():
         if config_value(config, name) != value:
             problems.append(f"config.json says {name} = {config_value(config, name)}, the plan needs {value}")
-    return problems + _check_tensor_counts(folder, expects.get("tensors") or {})
-
-
-def _check_tensor_counts(folder: Path, wanted: Mapping[str, int | None]) -> list[str]:
+    wanted = expects.get("tensors") or {}
     if not wanted:
-        return []
-    names = tensor_names(folder)
+        return problems
+    return problems + _check_tensor_counts(list(tensor_names(folder) if names is None else names), wanted)
+
+
+def _check_tensor_counts(names: list[str], wanted: Mapping[str, int | None]) -> list[str]:
     problems = []
     for prefix, count in wanted.items():
         found = sum(name.startswith(prefix) for name in names)

@@ -15,8 +15,6 @@ import re
 import select
 import shutil
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import libraries, place, seal
-from .undo import run
+from . import libraries, linking, packages, place, seal
+from .facts import parse_os_release, read
+from .undo import Journal, run
 
 ROLE = "cuda_runtime"
 LINKS = Path("/opt/bringup/cuda/lib")
@@ -37,10 +36,15 @@ TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 """What the toolkit calls each architecture of a server (https://docs.nvidia.com/cuda/sbsa-installation-guide/)."""
 
 TOOLKITS = ("/usr/local/cuda", "/usr/local/cuda-*")
+COMPILER_FILES = ("/usr/bin/cc", "/usr/lib/gcc/*/*/libgcc.a", "/usr/lib/*/Scrt1.o")
+"""What a compiler and the programs that it makes begin with: when one comes or goes, it is tried again."""
+
 SMOKE_LIMIT_S = 180
 """Seconds that asking the GPUs may take: without persistence each is initialised first."""
 
-LINK_LIMIT_S = 60
+VERSION_LIMIT_S = 60
+"""Seconds that a toolkit's compiler may take to say its version."""
+
 NVBANDWIDTH = {
     "host_to_device_memcpy_ce": "host_gbps",
     "device_to_device_memcpy_read_ce": "peer_gbps",
@@ -109,7 +113,9 @@ def version_of(home: Path) -> str:
     match = re.fullmatch(r"cuda-(\d+\.\d+)", home.resolve().name)
     if match:
         return match[1]
-    said = re.search(r"release (\d+\.\d+)", run([str(home / "bin" / "nvcc"), "--version"], LINK_LIMIT_S)[1])
+    said = re.search(
+        r"release (\d+\.\d+)", run([str(home / "bin" / "nvcc"), "--version"], VERSION_LIMIT_S)[1]
+    )
     return said[1] if said else ""
 
 
@@ -136,35 +142,15 @@ def environment(toolkit: Toolkit | None, has_links: bool) -> dict[str, str]:
 
 
 def links_without(name: str, folders: Sequence[str]) -> bool:
-    """Does the linker find `-l<name>` by itself, or in these folders? Asked of a compiler where there is one, else
-    looked up: the linker wants a file without a version."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    stem = name.removeprefix("lib").removesuffix(".so")
-    if compiler:
-        with tempfile.TemporaryDirectory() as folder:
-            argv = [
-                compiler,
-                "-x",
-                "c",
-                "-",
-                "-o",
-                f"{folder}/a.out",
-                *(f"-L{path}" for path in folders),
-                f"-l{stem}",
-            ]
-            try:
-                done = subprocess.run(
-                    # Undefined symbols are of no interest: does it find the library?
-                    [*argv, "-Wl,--unresolved-symbols=ignore-all", "-Wl,--no-as-needed"],
-                    input=b"int main(void) { return 0; }\n",
-                    capture_output=True,
-                    timeout=LINK_LIMIT_S,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                return _found(name, folders)
-            return b"cannot find" not in done.stderr
-    return _found(name, folders)
+    """Does the linker find `-l<name>` by itself, or in these folders? Asked of a compiler where there is one that
+    works, else looked up: the linker wants a file without a version."""
+    found = linking.tried(
+        shutil.which("cc") or shutil.which("gcc"),
+        [name.removeprefix("lib").removesuffix(".so")],
+        folders,
+        run,
+    )
+    return not found["lost"] if found["links"] else _found(name, folders)
 
 
 def _found(name: str, folders: Sequence[str]) -> bool:
@@ -394,6 +380,50 @@ def _too_slow(number: int, row: Mapping[str, float], expected: Mapping[str, Any]
             yield f"GPU {number} copies {row[name]} GB/s {what}{by}, at least {expected[name]:g} are expected"
 
 
+# --- the compiler -------------------------------------------------------------------------------------------
+
+
+def bring_compiler(
+    services: Sequence[Mapping[str, Any]], names: Sequence[str], check_only: bool, root: Path = Path("/")
+) -> list[str]:
+    """Installs packages of a compiler where a service needs the node's own and that makes no program: those that are
+    not there, else again those whose files are gone; what was done. Raises PackagesFailed."""
+    if not names or not any(row["compiles"] and not row["compiler"] for row in services):
+        return []
+    found = linking.tried(linking.compiler(root), (), (), run)
+    have = packages.versions()
+    if found["links"] or not have:
+        return []
+    missing = [name for name in names if name not in have]
+    wanted = missing or [name for name in linking.lost_packages(found) if name in have]
+    if wanted and not check_only:
+        if set(wanted) - set(packages.available(wanted)):
+            packages.refresh()
+        packages.install(wanted, Journal(ROLE), packages.INSTALL_LIMIT_S, again=not missing)
+    return [f"install {' '.join(wanted)}{'' if missing else ' again'}"] if wanted else []
+
+
+def linked(
+    services: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    has_driver: bool,
+    root: Path = Path("/"),
+) -> Iterator[linking.Trouble]:
+    """Why services cannot link what they compile, each asked with the folders that its environment has. Without a
+    driver there is nothing to link with."""
+    system = parse_os_release(read("/etc/os-release"))
+    given = [folder for folder in variables.get("LIBRARY_PATH", "").split(":") if folder]
+    for row in services:
+        if not row["compiles"]:
+            continue
+        compiler = linking.compiler(root, row["compiler"])
+        libraries_of = row["links"] if has_driver else ()
+        found = linking.tried(compiler, libraries_of, row["folders"] or given, run)
+        trouble = linking.trouble({"services": [row["name"]], "wish": row["compiler"], **found}, system)
+        if trouble:
+            yield trouble
+
+
 # --- on the node --------------------------------------------------------------------------------------------
 
 
@@ -408,9 +438,10 @@ def environment_file(variables: Mapping[str, str]) -> str:
     return "".join(f'{name}="{value}"\n' for name, value in sorted(variables.items()))
 
 
-def _basis(home: str, homes: Sequence[str]) -> list[dict[str, Any]]:
-    """What was decided by: which toolkits there are, what the loader finds, and the driver that runs."""
-    names = [*TOOLKITS, *homes]
+def _basis(home: str, homes: Sequence[str], compiles: bool) -> list[dict[str, Any]]:
+    """What was decided by: which toolkits there are, what the loader finds, the driver that runs, and for servers that
+    compile the compiler and what it starts programs with."""
+    names = [*TOOLKITS, *homes, *(COMPILER_FILES if compiles else ())]
     rows: list[dict[str, Any]] = [
         {"kind": "listing", "name": name, "paths": None, "basis": True} for name in names
     ]
@@ -420,13 +451,14 @@ def _basis(home: str, homes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
-    """Links, the servers' environment, and a smoke check.
+    """The compiler, links, the servers' environment, a link with it, and a smoke check.
 
-    Gives {changed, changed_paths, toolkit, toolkit_version, links, smoke, timed, problems, diff}. `given`: services
-    (name, drop_in, environment_file, keeps: variables that the plan sets itself), homes, expected, check_gpus,
-    bandwidth.
-    Raises PlaceFailed, OSError.
+    Gives {changed, changed_paths, done, toolkit, toolkit_version, links, smoke, timed, problems, diff}. `given`:
+    services (name, drop_in, environment_file, keeps: variables that the plan sets itself, compiles,
+    links, compiler and folders: the profile's own), homes, packages (of the compiler), expected, check_gpus, bandwidth.
+    Raises PlaceFailed, PackagesFailed, OSError.
     """
+    installed = bring_compiler(given["services"], given["packages"], check_only)
     found = toolkits(given["homes"])
     toolkit = found[0] if found else None
     links = missing_links(toolkit, libraries.loaded())
@@ -452,10 +484,14 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
             entries += [{"path": path, "state": "absent"} for path in (part, file)]
     placed = place.apply(entries, check_only, ROLE)
     if not check_only:
-        seal.claim(_basis(toolkit.home if toolkit else "", given["homes"]))
-    has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and "libcuda.so.1" in libraries.loaded()
+        compiles = any(row["compiles"] for row in given["services"])
+        seal.claim(_basis(toolkit.home if toolkit else "", given["homes"], compiles))
+    has_driver = f"{DRIVER}.1" in libraries.loaded()
+    has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and has_driver
     answer = smoke(bool(given["bandwidth"])) if given["check_gpus"] and has_gpus else {}
-    problems = list(complaints(answer, given["expected"])) if answer else []
+    troubles = [] if check_only else linked(given["services"], variables, has_driver)
+    problems = [f"{one.code}: {one.what} ({one.evidence}). {one.remedy}" for one in troubles]
+    problems += complaints(answer, given["expected"]) if answer else []
     if has_gpus and not check_only:
         seal.claim([{"kind": "gpus", "name": "that the driver shows", "count": given["expected"]["gpus"]}])
     timed: dict[str, Any] = {}
@@ -464,6 +500,8 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
         problems += tool_complaints(timed, given["expected"])
     return {
         **placed,
+        "changed": bool(placed["changed"] or installed),
+        "done": [*installed, *placed["changed_paths"]],
         "toolkit": toolkit.home if toolkit else "",
         "toolkit_version": toolkit.version if toolkit else "",
         "links": links,

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Runner = Callable[[Sequence[str], int], "tuple[int, str]"]
 
@@ -62,16 +62,9 @@ def link(compiler: str, libraries: Iterable[str], where: Iterable[str], runner: 
             source.write_text(SOURCE, encoding="utf-8")
         except OSError as error:
             return 1, f"{made}: {error.strerror}"
-        argv = [
-            "timeout",
-            f"--kill-after={GRACE_S}",
-            str(LIMIT_S),
-            "env",
-            f"TMPDIR={made}",
-            "LC_ALL=C",
-            compiler,
-        ]
-        argv += [str(source), "-o", f"{made}/one", *(f"-L{folder}" for folder in where)]
+        argv = ["timeout", f"--kill-after={GRACE_S}", str(LIMIT_S), "env", "--unset=LIBRARY_PATH"]
+        argv += [f"TMPDIR={made}", "LC_ALL=C", compiler, str(source), "-o", f"{made}/one"]
+        argv += [f"-L{folder}" for folder in where]
         return runner([*argv, *LENIENT, *(f"-l{name}" for name in libraries)], LIMIT_S + 2 * GRACE_S)
 
 
@@ -116,3 +109,100 @@ def gather(rows: Iterable[Mapping[str, Any]], runner: Runner, root: Path) -> lis
         outcome = tried(compiler(root, row.get("compiler") or ""), list(row["libraries"]), where, runner)
         found.append({"services": list(row["services"]), "wish": row.get("compiler") or "", **outcome})
     return found
+
+
+# --- what it means ------------------------------------------------------------------------------------------
+
+PARTS: tuple[tuple[str, str, tuple[str, str]], ...] = (
+    (
+        r"crt[1in]\.o|cannot find -lc\b|libc\.so|stdlib\.h",
+        "the C library's development files",
+        ("libc6-dev", "glibc-devel"),
+    ),
+    (
+        r"crtbegin|crtend|-lgcc|libgcc",
+        "the compiler's own library (libgcc)",
+        ("libgcc-{version}-dev", "gcc"),
+    ),
+    (r"\bcc1\b", "the compiler's inner program (cc1)", ("gcc-{version}", "gcc")),
+    (
+        r"(?:execute|exec|find|command:) .?(?:\S*/)?(?:ld|as|collect2)\b",
+        "the linker or assembler",
+        ("binutils", "binutils"),
+    ),
+)
+"""What the words of a link that failed tell: pattern, what is missing, and its package, as Debian and its kin call it
+and as Red Hat, Fedora and SUSE do."""
+
+NO_PACKAGE: tuple[tuple[str, str], ...] = (
+    (r"No space left|Read-only", "df -h /tmp"),
+    (r"did not end within", "look for a file system that hangs: sudo dmesg | tail"),
+)
+"""What no package helps against: pattern, remedy."""
+
+INSTALLS: Mapping[str, str] = {
+    "debian": "sudo apt-get install --reinstall",
+    "fedora": "sudo dnf install",
+    "rhel": "sudo dnf install",
+    "suse": "sudo zypper install --force",
+}
+"""How each family of distributions installs packages, also ones whose files somebody has taken away."""
+
+
+def install(system: Mapping[str, str], names: Iterable[tuple[str, str]], version: str) -> str:
+    """The command that brings packages (Debian's name, the others' name) on a distribution."""
+    family = next((one for one in (system["id"], *system["like"].split()) if one in INSTALLS), "debian")
+    rows = [(debian if family == "debian" else others) for debian, others in names]
+    filled = [row.format(version=version) if version else row.replace("-{version}", "") for row in rows]
+    return f"{INSTALLS[family]} {' '.join(dict.fromkeys(filled))}"
+
+
+class Trouble(NamedTuple):
+    """Why a server could not compile: code, what is wrong, what was seen, and the step that helps."""
+
+    code: str
+    what: str
+    evidence: str
+    remedy: str
+
+
+def lost_packages(row: Mapping[str, Any]) -> list[str]:
+    """Debian's names of the packages whose files a compiler that links nothing cannot find."""
+    parts = [debian for words, _, (debian, _) in PARTS if re.search(words, row["said"])]
+    known = [name.format(version=row["version"]) for name in parts if row["version"] or "{" not in name]
+    return list(dict.fromkeys(known))
+
+
+def trouble(row: Mapping[str, Any], system: Mapping[str, str]) -> Trouble | None:
+    """What a row of `gather` means on a distribution (`id` and `like` of os-release); None when all is well."""
+    who = f"what {' and '.join(row['services'])} compiles at its start fails"
+    basics = [("gcc", "gcc"), ("libc6-dev", "glibc-devel")]
+    if row["compiler"] is None:
+        wish = f" {row['wish']}, as CC of the profile names it" if row["wish"] else ""
+        seen = f"no {', '.join(COMPILERS)} in {' and '.join(f'/{place}' for place in PLACES)}"
+        return Trouble(
+            "COMPILER_MISSING",
+            f"there is no C compiler{wish}: {who}",
+            f"{row['wish']} is not there" if row["wish"] else seen,
+            install(system, basics, ""),
+        )
+    if row["links"] is False:
+        other = next((remedy for words, remedy in NO_PACKAGE if re.search(words, row["said"])), "")
+        parts = [(what, names) for words, what, names in PARTS if re.search(words, row["said"])]
+        lacks = f", {' and '.join(what for what, _ in parts)} cannot be found" if parts else ""
+        lost = [names for _, names in parts] or [*basics, ("binutils", "binutils")]
+        return Trouble(
+            "LINK_FAILED",
+            f"{row['compiler']} cannot make a program of one line{lacks}: {who}",
+            row["said"],
+            other or install(system, lost, row["version"]),
+        )
+    if row["lost"]:
+        names = " ".join(f"-l{name}" for name in row["lost"])
+        return Trouble(
+            "LIBCUDA_LINK",
+            f"{names} cannot be linked with what the server's environment has: {who}",
+            row["said"],
+            "Look at LIBRARY_PATH of the service; play role cuda_runtime again (invoke run fix-libcuda-link)",
+        )
+    return None

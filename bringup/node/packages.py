@@ -63,8 +63,10 @@ def install(
     limit_s: int,
     versions_of: Mapping[str, str] | None = None,
     without: Sequence[str] = (),
+    again: bool = False,
 ) -> None:
-    """Installs packages, each at its version where one is given, in place of those in `without`.
+    """Installs packages, each at its version where one is given, in place of those in `without`; `again`: also what
+    is installed, whose files somebody has taken away.
 
     Raises PackagesFailed; the journal knows what was changed.
     """
@@ -72,6 +74,7 @@ def install(
     journal.begin_install()
     argv = ["apt-get", *WAIT, *KEEP_FILES, "install", "-q", "-y", "--no-install-recommends"]
     argv += ["--allow-downgrades", "--allow-change-held-packages", *words, *(f"{name}-" for name in without)]
+    argv += ["--reinstall"] if again else []
     code, said = run(argv, limit_s)
     journal.end_install()
     if code != 0:

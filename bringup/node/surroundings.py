@@ -461,19 +461,33 @@ def cache(path: str, user: str, root: Path) -> dict[str, Any]:
 def model(row: Mapping[str, Any], root: Path) -> dict[str, Any] | None:
     """What is wrong with a model's files that are there, by their sizes, first bytes, and (`expects`) by what its
     configuration and index name; None when there is no such folder. A file that is not there counts only when the
-    model is said to be complete."""
+    model is said to be complete. A model without files of its own (put together here) has those that its stamp names.
+
+    `mtp`: tensors of the draft layer that services use (`prefix`, `services`, `found`), {} where nobody drafts with
+    one or there is no index yet.
+    """
     folder = root / str(row["folder"]).lstrip("/")
     if not folder.is_dir():
         return None
-    ready = bool(row.get("stamp")) and (root / str(row["stamp"]).lstrip("/")).exists()
-    listed = (folder / "config.json").is_file() and (folder / contents.INDEX).is_file()
-    problems = contents.check_config(folder, row.get("expects") or {}) if listed else []
-    for file in row["files"]:
-        path = folder / file["path"]
-        if path.is_file():
-            problems += [f"{file['path']} {said}" for said in wrong_file(path, file["size"])]
+    stamp = root / str(row.get("stamp") or "-").lstrip("/")
+    ready = bool(row.get("stamp")) and stamp.exists()
+    problems: list[str] = []
+    mtp: dict[str, Any] = {}
+    try:
+        names, total = contents.index_map(folder)
+    except contents.BadFile as error:
+        problems.append(str(error))
+    except OSError:
+        pass
+    else:
+        mtp = _drafts(row, names)
+        problems += contents.check_listed(folder, names, total) if ready else []
+        problems += _config(folder, row.get("expects") or {}, mtp, names)
+    for path, size in _files(row, stamp):
+        if (folder / path).is_file():
+            problems += [f"{path} {said}" for said in wrong_file(folder / path, size)]
         elif ready:
-            problems.append(f"{file['path']} is missing")
+            problems.append(f"{path} is missing")
     problems += [
         f"{path.relative_to(folder)} was left by a broken download"
         for path in sorted(folder.rglob("*.incomplete"))
@@ -483,7 +497,37 @@ def model(row: Mapping[str, Any], root: Path) -> dict[str, Any] | None:
         "folder": row["folder"],
         "problems": problems[:SHOWN],
         "count": len(problems),
+        "mtp": mtp,
     }
+
+
+def _files(row: Mapping[str, Any], stamp: Path) -> list[tuple[str, int]]:
+    """Paths and sizes that a model's files must have: of its lock, else of the stamp that was written here."""
+    if row["files"]:
+        return [(str(file["path"]), int(file["size"])) for file in row["files"]]
+    try:
+        rows = json.loads(stamp.read_text(encoding="utf-8"))["files"]
+        return [(str(file["path"]), int(file["size"])) for file in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _drafts(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    wish = row.get("mtp") or {}
+    found = sum(name.startswith(wish["prefix"]) for name in names) if wish else 0
+    return {**wish, "found": found} if wish else {}
+
+
+def _config(
+    folder: Path, expects: Mapping[str, Any], mtp: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
+    """`contents.check_config`; a draft layer of which nothing is there is said apart."""
+    if not (folder / "config.json").is_file():
+        return []
+    tensors = dict(expects.get("tensors") or {})
+    if mtp and not mtp["found"]:
+        tensors.pop(mtp["prefix"], None)
+    return contents.check_config(folder, {**expects, "tensors": tensors}, names)
 
 
 def wrong_file(path: Path, size: int) -> list[str]:

@@ -33,6 +33,7 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
                 "drop_in": entries.drop_in(service, "cuda"),
                 "environment_file": str(systemd.SERVICES / f"{service.name}.cuda.env"),
                 "keeps": sorted(service.environment),
+                **entries.linking(service),
             }
             for service in host.services
             if service.gpus

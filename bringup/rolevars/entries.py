@@ -36,6 +36,18 @@ def drop_in(service: Service, name: str) -> str:
     return f"{systemd.unit_file(f'{service.unit}.service')}.d/50-{name}.conf"
 
 
+def linking(service: Service) -> dict[str, Any]:
+    """What a service asks of a compiler at its start: whether anything, the libraries that it links, and what its
+    profile has of its own (CC, and LIBRARY_PATH as a list)."""
+    own = service.environment
+    return {
+        "compiles": service.links is not None,
+        "links": list(service.links or ()),
+        "compiler": own.get("CC", ""),
+        "folders": [folder for folder in own.get("LIBRARY_PATH", "").split(":") if folder],
+    }
+
+
 def library(names: Iterable[str]) -> list[dict[str, Any]]:
     """Programs of the node, and the names by which they import each other (`bringup.node` is the folder
     itself).

@@ -7,7 +7,7 @@ from typing import Any
 
 from bringup import systemd
 from bringup.planned import HostPlan, Plan, PlannedModel
-from bringup.rolevars import engine_service, system_settings
+from bringup.rolevars import engine_service, entries, system_settings
 
 GIB = 1024**3
 
@@ -32,6 +32,12 @@ DRIVER_MENDS = (
     "GPU_PERSISTENCE_OFF",
 )
 """What role nvidia_driver does away with: it installs, keeps nouveau out, and boots behind a gate of its own."""
+
+LINK_MENDS = ("LIBCUDA_LINK", "COMPILER_MISSING", "LINK_FAILED")
+"""What role cuda_runtime does away with: it installs a compiler, makes links, and links a line with both."""
+
+MODEL_MENDS = ("MODEL_DAMAGED", "MODEL_MTP_MISSING")
+"""What role model_store does away with: it fetches or makes again what is not as the lock says."""
 
 SETTINGS_MENDS = ("SETTINGS_DIFFER", "SHM_SMALL", "CLOCK_NOT_KEPT")
 
@@ -63,7 +69,7 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
                 for service in host.services
                 for path in systemd.writable(service)
             ],
-            "models": [_model(model) for model in host.models if model.files],
+            "models": [_model(model, host) for model in host.models],
             "linking": _linking(host),
             "logs": [log for service in host.services if (log := systemd.log_file(service))],
             "memory_nodes": _memory_nodes(host),
@@ -108,28 +114,33 @@ def _sets(host: HostPlan) -> list[str]:
     return sorted(set.intersection(*each)) if each else []
 
 
-def _model(model: PlannedModel) -> dict[str, Any]:
+def _model(model: PlannedModel, host: HostPlan) -> dict[str, Any]:
+    drafting = [one.name for one in host.services if one.drafts == "mtp" and one.model == model.name]
+    prefixes = list(model.expects.get("tensors") or {})
     return {
         "name": model.name,
         "folder": model.folder,
         "stamp": f"{model.folder}/{engine_service.READY_STAMP}",
         "files": [{"path": file.path, "size": file.size} for file in model.files],
         "expects": dict(model.expects),
+        "mtp": {"prefix": prefixes[0], "services": drafting} if drafting and prefixes else {},
     }
 
 
 def _linking(host: HostPlan) -> list[dict[str, Any]]:
     """What services on GPUs link at run time, each way once: libraries, and what a profile has of its own."""
-    rows: dict[tuple[Any, ...], list[str]] = {}
+    rows: list[dict[str, Any]] = []
     for service in host.services:
-        if service.links is not None and service.gpus:
-            own = service.environment
-            folders = tuple(filter(None, own.get("LIBRARY_PATH", "").split(":")))
-            rows.setdefault((service.links, own.get("CC", ""), folders), []).append(service.name)
-    return [
-        {"services": names, "libraries": list(links), "compiler": compiler, "folders": list(folders)}
-        for (links, compiler, folders), names in rows.items()
-    ]
+        one = entries.linking(service)
+        if not (one["compiles"] and service.gpus):
+            continue
+        asked = {"libraries": one["links"], "compiler": one["compiler"], "folders": one["folders"]}
+        same = next((row for row in rows if {**row, "services": []} == {**asked, "services": []}), None)
+        if same:
+            same["services"].append(service.name)
+        else:
+            rows.append({"services": [service.name], **asked})
+    return rows
 
 
 def _addresses(host: HostPlan) -> list[dict[str, Any]]:
@@ -154,10 +165,10 @@ def _addresses(host: HostPlan) -> list[dict[str, Any]]:
 
 def _mends(host: HostPlan, settings: list[dict[str, Any]]) -> dict[str, str]:
     """Code of a finding -> the role that does away with it, as far as the intent lets the role do so."""
-    found = {"MODEL_DAMAGED": "model_store"} if host.models else {}
+    found = dict.fromkeys(MODEL_MENDS, "model_store") if host.models else {}
     if not host.expected.get("gpus"):
         return found
-    found["LIBCUDA_LINK"] = "cuda_runtime"
+    found |= dict.fromkeys(LINK_MENDS, "cuda_runtime")
     found |= dict.fromkeys(SETTINGS_MENDS, "system_settings") if settings else {}
     if (host.site.get("driver") or {}).get("manage", True):
         found |= dict.fromkeys(DRIVER_MENDS, "nvidia_driver")

@@ -7,17 +7,25 @@ DOCUMENTATION = r"""
 module: cuda_runtime
 short_description: Links that the linker lacks, the toolkit in the servers' environment, and a check of the GPUs
 description:
+  - Installs a compiler where a server compiles at run time and the node has none that makes a program.
   - Makes libcuda.so, libcudart.so and libnvrtc.so in a folder of our own, only where the linker finds none.
   - Gives each server the toolkit's compiler on its PATH, CUDA_HOME and LIBRARY_PATH, unless its plan sets them.
+  - Links a line of C with each such server's environment.
   - Starts CUDA in a process of its own and compares what the GPUs say with what is expected.
 options:
   services:
-    description: Servers. C(name), C(drop_in), C(environment_file), C(keeps) (variables that are not touched).
+    description: Servers. C(name), C(drop_in), C(environment_file), C(keeps) (variables that are not touched), and
+      C(compiles), C(links) (libraries that it links at run time), C(compiler), C(folders) (of the profile itself).
     type: list
     elements: dict
     default: []
   homes:
     description: Folders (or patterns) of toolkits beside the usual ones.
+    type: list
+    elements: str
+    default: []
+  packages:
+    description: Packages of a compiler, installed where a server compiles and the node's compiler makes no program.
     type: list
     elements: str
     default: []
@@ -37,6 +45,10 @@ author: bringup
 """
 
 RETURN = r"""
+done:
+  description: Packages and files that were brought, one a line.
+  returned: success
+  type: list
 toolkit:
   description: The newest toolkit's folder; empty for none.
   returned: success
@@ -56,7 +68,7 @@ timed:
 """
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402 (documentation comes first)
-from ansible.module_utils.bringup_node import cuda, place  # noqa: E402
+from ansible.module_utils.bringup_node import cuda, packages, place  # noqa: E402
 
 
 def main() -> None:
@@ -65,6 +77,7 @@ def main() -> None:
         argument_spec={
             "services": {"type": "list", "elements": "dict", "default": []},
             "homes": {"type": "list", "elements": "str", "default": []},
+            "packages": {"type": "list", "elements": "str", "default": []},
             "expected": {"type": "dict", "required": True},
             "check_gpus": {"type": "bool", "default": True},
             "bandwidth": {"type": "bool", "default": False},
@@ -73,7 +86,7 @@ def main() -> None:
     )
     try:
         outcome = cuda.apply(module.params, module.check_mode)
-    except (place.PlaceFailed, OSError) as error:
+    except (place.PlaceFailed, packages.PackagesFailed, OSError) as error:
         module.fail_json(msg=str(error))
     problems = outcome.pop("problems")
     if problems and not module.check_mode:

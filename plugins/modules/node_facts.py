@@ -50,7 +50,7 @@ options:
     elements: dict
     default: []
   models:
-    description: Models whose files are looked at, rows of name, folder, stamp, files (path, size) and expects.
+    description: Models whose files are looked at, rows of name, folder, stamp, files (path, size), expects and mtp.
     type: list
     elements: dict
     default: []

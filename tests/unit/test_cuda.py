@@ -109,13 +109,61 @@ def test_what_the_plan_sets_itself_is_not_touched(tmp_path: Path, monkeypatch: p
     home = toolkit(tmp_path / "cuda-13.0", "lib64/x")
     owner = tmp_path / "words.cuda.env"
     service = {"name": "words", "environment_file": str(owner), "drop_in": str(tmp_path / "50-cuda.conf")}
-    given = {"homes": [str(home)], "expected": EXPECTED, "check_gpus": False, "bandwidth": False}
+    service |= {"compiles": False, "links": [], "compiler": "", "folders": []}
+    given = {
+        "homes": [str(home)],
+        "expected": EXPECTED,
+        "check_gpus": False,
+        "bandwidth": False,
+        "packages": [],
+    }
     outcome = cuda.apply(
         {**given, "services": [{**service, "keeps": ["PATH", "LIBRARY_PATH"]}]}, check_only=True
     )
     assert sorted(outcome["changed_paths"]) == sorted([str(owner), str(tmp_path / "50-cuda.conf")])
     written = next(row["after"] for row in outcome["diff"] if row["after_header"] == str(owner))
     assert written.splitlines()[1:] == [f'CUDA_HOME="{home}"']
+
+
+COMPILES: dict[str, Any] = {
+    "name": "words",
+    "compiles": True,
+    "links": ["cuda"],
+    "compiler": "",
+    "folders": [],
+}
+
+
+def test_a_server_links_with_the_folders_that_its_environment_has(tmp_path: Path) -> None:
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    shutil.copy(libraries.loaded()["libc.so.6"], stubs / "libcuda.so")
+    good = {"LIBRARY_PATH": f"{tmp_path}/nothing:{stubs}"}
+    assert list(cuda.linked([COMPILES], good, has_driver=True)) == []
+    (found,) = cuda.linked([COMPILES], {}, has_driver=True)
+    assert (found.code, "cannot find -lcuda" in found.evidence) == ("LIBCUDA_LINK", True)
+    assert list(cuda.linked([COMPILES], {}, has_driver=False)) == []
+    assert list(cuda.linked([{**COMPILES, "folders": [str(stubs)]}], {}, has_driver=True)) == []
+    assert list(cuda.linked([{**COMPILES, "compiles": False}], {}, has_driver=True)) == []
+
+
+def test_a_server_whose_compiler_is_not_there_is_named() -> None:
+    (found,) = cuda.linked([{**COMPILES, "compiler": "/opt/gcc-99/bin/gcc"}], {}, has_driver=True)
+    assert (found.code, "words compiles" in found.what) == ("COMPILER_MISSING", True)
+    assert cuda.bring_compiler([{**COMPILES, "compiler": "/opt/gcc-99/bin/gcc"}], ["gcc"], True) == []
+
+
+@pytest.mark.skipif(
+    shutil.which("dpkg-query") is None, reason="a machine without dpkg has no packages to ask for"
+)
+def test_packages_of_a_compiler_are_named_only_where_none_makes_a_program(tmp_path: Path) -> None:
+    assert cuda.bring_compiler([COMPILES], ["no-such-package"], check_only=True) == []
+    assert cuda.bring_compiler([COMPILES], ["no-such-package"], True, root=tmp_path) == [
+        "install no-such-package"
+    ]
+    assert (
+        cuda.bring_compiler([{**COMPILES, "compiles": False}], ["no-such-package"], True, root=tmp_path) == []
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,22 @@ def test_a_node_gets_exactly_the_verdicts_that_its_facts_deserve(path: Path) -> 
     assert [finding.code for finding in found if not finding.remedy] == []
 
 
-def test_every_code_has_a_case() -> None:
+def known_codes() -> set[str]:
+    """Every code that a check can give, from the checks' own text."""
     sources = "".join(Path(str(module.__file__)).read_text() for module in (preflight, surroundings))
-    codes = set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', sources)) - {"ID", "VERSION_ID", "CUDA_HOME"}
+    return set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', sources)) - {"ID", "VERSION_ID", "CUDA_HOME"}
+
+
+def test_every_code_is_in_the_table_of_the_documents_and_no_other() -> None:
+    section = (ROOT / "docs" / "roles.md").read_text().split("| codes | about |")[1].split("\n\n")[0]
+    named = re.findall(r"`([A-Z]+(?:_[A-Z]+)+)`", section)
+    assert len(named) == len(set(named))
+    assert set(named) == known_codes()
+
+
+def test_every_code_has_a_case() -> None:
     shown = {code for path in CASES.glob("*.yml") for code in yaml.safe_load(path.read_text())["codes"]}
-    assert shown == codes
+    assert shown == known_codes()
 
 
 def test_no_check_can_be_taken_out_unseen() -> None:

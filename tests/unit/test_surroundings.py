@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bringup import plan, preflight
-from bringup.node import surroundings
+from bringup.node import contents, surroundings
 from bringup.rolevars import preflight as variables
 
 UNIT = "bringup-big.service"
@@ -292,6 +295,92 @@ def test_a_model_without_the_planned_drafts_is_told_by_its_index(tmp_path: Path)
     found = surroundings.model(row, tmp_path)
     assert found is not None
     assert found["problems"] == ["1 tensors start with mtp., the plan needs 2"]
+
+
+INDEX = "/m/model.safetensors.index.json"
+READY = "/m/.bringup/ready.json"
+GRAFT: dict[str, Any] = {
+    "name": "m",
+    "folder": "/m",
+    "stamp": READY,
+    "files": [],
+    "expects": {"architecture": "A", "tensors": {"model.layers.2.": 2}},
+    "mtp": {"prefix": "model.layers.2.", "services": ["big"]},
+}
+"""A model that is put together on the node: the plan knows none of its files, its stamp does."""
+
+
+def grafted(root: Path, names: dict[str, str], total: int = 0, size: int = 100) -> dict[str, Any]:
+    """What is found of a model whose index has these names; its file x has 100 bytes, by its stamp `size`."""
+    put(root, "/m/config.json", '{"architectures": ["A"]}')
+    put(root, INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": names}))
+    put(root, "/m/x", "x" * 100)
+    put(root, READY, json.dumps({"files": [{"path": "x", "size": size}]}))
+    found = surroundings.model(GRAFT, root)
+    assert found is not None
+    return found
+
+
+def test_a_grafted_model_whose_index_lost_the_draft_layer_is_found(tmp_path: Path) -> None:
+    layer = {"model.layers.2.a": "x", "model.layers.2.b": "x"}
+    found = grafted(tmp_path, {"model.layers.1.a": "x", **layer})
+    assert (found["problems"], found["mtp"]["found"]) == ([], 2)
+    found = grafted(tmp_path, {"model.layers.1.a": "x", "model.layers.20.a": "x"})
+    assert (found["problems"], found["mtp"]["found"]) == ([], 0), "layer 20 is not layer 2"
+    found = grafted(tmp_path, {"model.layers.2.a": "x"})
+    assert found["problems"] == ["1 tensors start with model.layers.2., the plan needs 2"]
+
+
+def test_files_that_an_index_or_a_stamp_names_are_there_and_as_large_as_it_says(tmp_path: Path) -> None:
+    layer = {"model.layers.2.a": "x", "model.layers.2.b": "x"}
+    assert grafted(tmp_path, layer, total=96)["problems"] == []
+    (said,) = grafted(tmp_path, layer, total=101)["problems"]
+    assert said == "model.safetensors.index.json names tensors of 101 bytes, and its files have 100"
+    (said,) = grafted(tmp_path, layer, size=120)["problems"]
+    assert said == "x has 100 bytes of 120"
+    (said,) = grafted(tmp_path, {**layer, "model.layers.1.a": "gone"})["problems"]
+    assert said == "model.safetensors.index.json names files that are not there: gone"
+    (tmp_path / READY[1:]).unlink()
+    found = surroundings.model(GRAFT, tmp_path)
+    assert found is not None
+    assert found["problems"] == [], "a model that is still being fetched is not damaged"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": 5}', "{", '{"weight_map": {"a": "x"}}' + " " * 50])
+def test_an_index_that_is_none_or_far_too_large_is_said_and_ends_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "INDEX_LIMIT_BYTES", 40)
+    put(tmp_path, INDEX, text)
+    found = surroundings.model(GRAFT, tmp_path)
+    assert found is not None
+    assert "is no index" in found["problems"][0]
+
+
+def test_an_index_as_large_as_the_largest_is_read_in_two_seconds(tmp_path: Path) -> None:
+    names = {
+        f"model.layers.{n // 1500}.mlp.experts.{n}.down_proj.weight_scale_inv": "x" for n in range(120_000)
+    }
+    before = time.monotonic()
+    found = grafted(tmp_path, names)
+    assert time.monotonic() - before < 2.0
+    assert found["mtp"]["found"] == 1500
+
+
+def test_a_plan_asks_for_the_draft_layer_only_where_a_service_drafts_with_it() -> None:
+    whole = plan.load("hopper")
+    host = whole.hosts[0]
+    asked = {
+        row["name"]: row["mtp"] for row in variables.variables(host, whole)["preflight_expected"]["models"]
+    }
+    drafting = host.services[0].drafts == "mtp"
+    assert bool(asked[host.services[0].model]) == drafting
+    service = replace(host.services[0], drafts="mtp" if not drafting else "")
+    changed = replace(host, services=(service,))
+    asked = {
+        row["name"]: row["mtp"] for row in variables.variables(changed, whole)["preflight_expected"]["models"]
+    }
+    assert bool(asked[service.model]) != drafting
 
 
 def test_a_name_that_no_name_service_could_know_is_not_found(tmp_path: Path) -> None:
