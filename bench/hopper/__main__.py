@@ -29,15 +29,15 @@ def main() -> int:
     run = verbs.add_parser("run", help="boot the node, go up the ladder, leave results in a folder")
     run.add_argument("out", type=Path)
     run.add_argument("--seconds", type=int, default=1500, help="how long the machine is there")
-    report = verbs.add_parser("report", help="results into docs/tuning and the tables of docs/hopper.md")
-    report.add_argument("out", type=Path)
+    results = verbs.add_parser("report", help="results into docs/tuning and the tables of docs/hopper.md")
+    results.add_argument("out", type=Path)
     chosen = parser.parse_args()
     if chosen.verb == "run":
         return ladder(chosen.out, chosen.seconds)
     if chosen.verb == "report":
-        from bench.hopper import report as reports
+        from bench.hopper.report import run as report_on
 
-        return reports.run(chosen.out)
+        return report_on(chosen.out)
     from bench.hopper import prepare as preparing
 
     if chosen.verb == "commit":
