@@ -47,7 +47,7 @@ HOLD_LIMIT_S = 90
 PROVISION_LIMIT_S = 420
 BENCH_LIMIT_S = 150
 KILL_GRACE_S = 5
-CODES_SHOWN = 4000
+PACK_EVERY_S = 5
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Ladder:
         self.began = time.monotonic()
         self.deadline = self.until
         self.lock = threading.Lock()
+        self.packed = 0.0
         RESULTS.mkdir(parents=True, exist_ok=True)
         self.steps = [Step(**row) for row in read("steps.json", [])]
         self.finished: list[str] = read("finished.json", [])
@@ -91,6 +92,8 @@ class Ladder:
             self.add(Step(name, 0, -2, [], f"broke: {error!r}"))
         self.finished.append(name)
         write("finished.json", self.finished)
+        with self.lock:
+            self.pack()
 
     def at(self, place: str) -> None:
         """The node has been brought to this inventory."""
@@ -140,17 +143,19 @@ class Ladder:
             f"{step.name}: {step.code} after {step.seconds} s (at {time.monotonic() - self.began:.0f} s) {step.note}"
         )
         write("steps.json", [asdict(one) for one in self.steps])
-        self.pack()
+        if time.monotonic() > self.packed + PACK_EVERY_S:
+            self.pack()
 
     def pack(self) -> None:
         """OUT/results.tar.gz, whole at every moment."""
         beside = self.out / ".results.new"
-        with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
+        with tarfile.open(beside, "w:gz", compresslevel=3) as archive:
             archive.add(RESULTS, "results")
             for folder in ("tests/facts/h200-1x", "tests/facts/h200-2x", "runs"):
                 if (ROOT / folder).is_dir():
                     archive.add(ROOT / folder, folder)
         beside.replace(self.out / "results.tar.gz")
+        self.packed = time.monotonic()
 
     def invoke(self, name: str, words: str, limit: float) -> Step:
         """One of our commands."""

@@ -23,9 +23,12 @@ lay() {
 
 controller() {
   lay "$controller_root" "$folder/controller:$folder/root" controller
-  mountpoint -q "$controller_root/proc" || mount --rbind /proc "$controller_root/proc"
-  mountpoint -q "$controller_root/sys" || mount --rbind /sys "$controller_root/sys"
-  mountpoint -q "$controller_root/dev" || mount --rbind /dev "$controller_root/dev"
+  for kind in proc sys dev; do
+    mountpoint -q "$controller_root/$kind" || {
+      mount --rbind "/$kind" "$controller_root/$kind"
+      mount --make-rslave "$controller_root/$kind"
+    }
+  done
   mkdir -p "$controller_root/checkout"
   mountpoint -q "$controller_root/checkout" || mount --bind "$checkout" "$controller_root/checkout"
   mkdir -p "$controller_root/out" "$folder/out"
