@@ -1,0 +1,1 @@
+"""Provisioning beside its alternatives: the same end state by stock Ansible, Mitogen, pyinfra, ours and one script."""
