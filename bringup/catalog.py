@@ -541,6 +541,13 @@ class RestartWish(Entry):
     drift: DriftWish | None = None
 
 
+class DraftingWish(Entry):
+    """What a service that drafts must accept (see planned.Drafting); what is not given comes from the level above."""
+
+    accept_length_at_least: Annotated[float, Field(ge=0, le=64)] | None = None
+    strict: bool | None = None
+
+
 class Rung(Entry):
     """A place on a ladder of profiles, each one change better than the one before; rung 0 proves that
     anything runs."""
@@ -599,6 +606,7 @@ class Profile(Entry):
     warm_up: tuple[WarmUpWish, ...] = (WarmUpWish(),)
     limits: Limits = Limits()
     restart: RestartWish = RestartWish()
+    drafting: DraftingWish = DraftingWish()
     expectations: tuple[Expectation, ...] = ()
     unmeasured: str | None = None
     ladder: Rung | None = None

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from bringup import ROOT
-from bringup.catalog import ChangeWindow, FlagValue, Positive, RestartWish, Word
+from bringup.catalog import ChangeWindow, DraftingWish, FlagValue, Positive, RestartWish, Word
 from bringup.entries import Entry, Vaulted, read_yaml
 from bringup.errors import Problem, did_you_mean
 
@@ -71,6 +71,7 @@ class ServiceIntent(Entry):
     flags: dict[str, FlagValue] = {}
     environment: dict[str, Word] = {}
     restart: RestartWish = RestartWish()
+    drafting: DraftingWish = DraftingWish()
     logs: LogWish = LogWish()
     user: UserName | None = None
 

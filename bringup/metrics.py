@@ -4,9 +4,9 @@ The engine's catalog entry maps our names to its own (`Engine.metrics`). A page 
 are no samples are left out, so a new engine version costs a name, not a measurement.
 
 Our names: `running`, `waiting`, `kv_usage`, `generation_tokens_per_second`, `prompt_tokens_total`,
-`generation_tokens_total`, `steps_total` (batches computed, those of prefills too), `cached_tokens_total`,
-`uncached_tokens_total` (where prompt tokens leave cached ones out), `cache_queries_total`,
-`cache_hits_total`, `cache_hit_rate`, `accept_length`, `drafts_total` (verification steps),
+`generation_tokens_total`, `requests_total` (answered), `steps_total` (batches computed, those of prefills
+too), `cached_tokens_total`, `uncached_tokens_total` (where prompt tokens leave cached ones out),
+`cache_queries_total`, `cache_hits_total`, `cache_hit_rate`, `accept_length`, `drafts_total` (verification steps),
 `drafted_tokens_total`, `accepted_tokens_total`, `draft_tokens` (a step's tokens, the verified root among
 them).
 """
@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bringup.node.common import AVERAGED
+from bringup.node.drafting import accept_length, grown
+
 MAX_LINE = 16_384
 """Characters of a line that are looked at."""
-AVERAGED = frozenset({"kv_usage", "cache_hit_rate", "accept_length", "draft_tokens"})
-"""Names whose samples (one for each rank or engine) are averaged; of all others they are added up."""
-
 _SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{(?P<labels>(?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?'
@@ -110,19 +110,15 @@ def between(before: Mapping[str, float], after: Mapping[str, float]) -> Between:
     Acceptance comes from counters, so it is exact for what lies between; a gauge shows the last log interval
     only.
     """
-    drafts, drafted = _grown(before, after, "drafts_total"), _grown(before, after, "drafted_tokens_total")
-    accepted = _grown(before, after, "accepted_tokens_total")
-    generated = _grown(before, after, "generation_tokens_total")
-    length: float | None = None
-    if drafts:
-        length = 1 + accepted / drafts if accepted is not None else generated / drafts if generated else None
-    elif generated and "drafts_total" not in after:
-        length = after.get("accept_length") or None
+    drafted = grown(before, after, "drafted_tokens_total")
+    accepted = grown(before, after, "accepted_tokens_total")
+    generated = grown(before, after, "generation_tokens_total")
+    length = accept_length(before, after)
     percent = 100 * accepted / drafted if drafted and accepted is not None else None
     if percent is None and length is not None and after.get("draft_tokens", 0) > 1:
         percent = 100 * (length - 1) / (after["draft_tokens"] - 1)
     return Between(
-        prompt_tokens=_grown(before, after, "prompt_tokens_total"),
+        prompt_tokens=grown(before, after, "prompt_tokens_total"),
         generation_tokens=generated,
         accept_length=length,
         accept_percent=percent,
@@ -130,20 +126,13 @@ def between(before: Mapping[str, float], after: Mapping[str, float]) -> Between:
     )
 
 
-def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float | None:
-    if name not in after:
-        return None
-    grown = after[name] - before.get(name, 0.0)
-    return grown if grown >= 0 else after[name]
-
-
 def _cache_hits(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-    hits, queries = _grown(before, after, "cache_hits_total"), _grown(before, after, "cache_queries_total")
+    hits, queries = grown(before, after, "cache_hits_total"), grown(before, after, "cache_queries_total")
     if hits is not None and queries:
         return 100 * hits / queries
     cached, fresh = (
-        _grown(before, after, "cached_tokens_total"),
-        _grown(before, after, "uncached_tokens_total"),
+        grown(before, after, "cached_tokens_total"),
+        grown(before, after, "uncached_tokens_total"),
     )
-    prompt = _grown(before, after, "prompt_tokens_total") if fresh is None else fresh + (cached or 0.0)
+    prompt = grown(before, after, "prompt_tokens_total") if fresh is None else fresh + (cached or 0.0)
     return 100 * cached / prompt if cached is not None and prompt else None

@@ -23,6 +23,7 @@ from bringup.intent import Intent, LogWish, ServiceIntent
 from bringup.inventory import Inventory
 from bringup.planned import (
     ApiKey,
+    Drafting,
     Drift,
     Endpoints,
     Finding,
@@ -527,6 +528,7 @@ def _service(
         memory_gib=profile.limits.memory_gib,
         links=engine.compiles.links if engine.compiles else None,
         drafts=_drafts(part),
+        drafting=_drafting(one, profile),
     )
     return service, verdict
 
@@ -572,6 +574,12 @@ def _restart(one: ServiceIntent, wanted: Intent, profile: Profile) -> Restart:
     given = [level.model_dump(exclude_none=True) for level in levels]
     merged = {key: value for level in given for key, value in level.items()}
     return Restart(**{**merged, "drift": Drift(**merged.get("drift", {}))})
+
+
+def _drafting(one: ServiceIntent, profile: Profile) -> Drafting:
+    """The service's wish, else the profile's, key by key."""
+    given = [level.model_dump(exclude_none=True) for level in (profile.drafting, one.drafting)]
+    return Drafting(**{key: value for level in given for key, value in level.items()})
 
 
 def _logs(*levels: LogWish) -> LogRotation:

@@ -174,6 +174,16 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """What a service that drafts must accept after its warm-up: tokens that a verification step yields at least, the
+    model's own counted (1.0 is nothing accepted; 0: nobody looks). `strict`: below it the start fails, else it is a
+    warning."""
+
+    accept_length_at_least: float = 1.2
+    strict: bool = False
+
+
+@dataclass(frozen=True)
 class LogRotation:
     """When a log file is cut: bytes, seconds of age, and how many compressed ones are kept (in journal mode: the
     same limits of a journal of its own). `level`: how much the engine logs (None: as it likes); lines above
@@ -230,6 +240,7 @@ class Service:
     memory_gib: float | None = None
     links: tuple[str, ...] | None = None
     drafts: Literal["", "mtp", "other"] = ""
+    drafting: Drafting = Drafting()
     is_stand_in: bool = False
 
 

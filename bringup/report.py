@@ -360,6 +360,8 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Any:
         )
         if row.get("why"):
             shown.add_row("", Text(str(row["why"]), "red"))
+        for warning in row.get("warnings") or ():
+            shown.add_row("", Text(str(warning), "yellow"))
         if row.get("restart"):
             shown.add_row("", Text(str(row["restart"]), "yellow"))
         elif row.get("drained"):

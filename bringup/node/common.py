@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,8 +244,9 @@ def ask(
     *,
     timeout_s: float,
     key: str | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """One chat completion with at least one real token. Raises NoAnswer.
+    """One chat completion with at least one real token; `more`: other fields of the request. Raises NoAnswer.
 
     Reasoning models may put all their tokens into `reasoning_content`: those count as well.
     """
@@ -256,6 +257,7 @@ def ask(
         "max_tokens": output_tokens,
         "temperature": 0,
         "stream": False,
+        **(more or {}),
     }
     data = json_answer(service, "POST", service["endpoints"]["chat"], body, timeout_s=timeout_s, key=key)
     text = answer_text(data)
@@ -304,9 +306,14 @@ def key_of(service: Mapping[str, Any]) -> str | None:
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Metric name -> sum over its label sets, from the Prometheus text format."""
+AVERAGED = frozenset({"kv_usage", "cache_hit_rate", "accept_length", "draft_tokens"})
+"""Our names whose samples (one for each rank or engine) are averaged; of all others they are added up."""
+
+
+def parse_metrics(text: str, averaged: Collection[str] = ()) -> dict[str, float]:
+    """Metric name -> sum over its label sets (`averaged`: their mean), from the Prometheus text format."""
     totals: dict[str, float] = {}
+    counts: dict[str, int] = {}
     for name, value in _SAMPLE.findall(text):
         try:
             number = float(value)
@@ -314,7 +321,8 @@ def parse_metrics(text: str) -> dict[str, float]:
             continue
         if number == number:
             totals[name] = totals.get(name, 0.0) + number
-    return totals
+            counts[name] = counts.get(name, 0) + 1
+    return {name: total / (counts[name] if name in averaged else 1) for name, total in totals.items()}
 
 
 def metrics(service: Mapping[str, Any], *, timeout_s: float, key: str | None = None) -> dict[str, float]:
@@ -329,8 +337,10 @@ def metrics(service: Mapping[str, Any], *, timeout_s: float, key: str | None = N
     status, content = request(service, "GET", path, timeout_s=timeout_s, key=key)
     if status != 200:
         raise NoAnswer(f"GET {path}: status {status}")
-    raw = parse_metrics(content.decode(errors="replace"))
-    return {ours: raw[theirs] for ours, theirs in service.get("metrics_names", {}).items() if theirs in raw}
+    names = service.get("metrics_names", {})
+    averaged = {theirs for ours, theirs in names.items() if ours in AVERAGED}
+    raw = parse_metrics(content.decode(errors="replace"), averaged)
+    return {ours: raw[theirs] for ours, theirs in names.items() if theirs in raw}
 
 
 ESTABLISHED, LISTENING = "01", "0A"

@@ -2,10 +2,10 @@
 is.
 
 It waits, within the service's start timeout, until the right model answers with a real token, sends the
-warm-up set, and keeps the phases of this start (from the engine's log) in
-/var/lib/bringup/starts/<unit>.json. It ends at once, with a reason, when the engine's process ends. It runs
-as root to read the log; its requests are sent by a child (`gate.py NAME --ask`) that is the service's own
-user.
+warm-up set, looks what a server that drafts accepts of it, and keeps the phases of this start (from the
+engine's log) in /var/lib/bringup/starts/<unit>.json. It ends at once, with a reason, when the engine's
+process ends. It runs as root to read the log; its requests are sent by a child (`gate.py NAME --ask`) that
+is the service's own user.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bringup.node import common
+from bringup.node import common, drafting
 from bringup.node.common import Answer, NoAnswer, Refusal, say
 
 PROMPT = "Say one word."
 FIRST_TOKENS = 4
 POLL_FIRST_S = 0.1
 POLL_MOST_S = 2.0
+STEPS = ("first token", "warm-up", "drafting")
+"""What the asking child reports; each is a phase of the start."""
+
 SAY_EVERY_S = 30.0
 NEVER_ASKED = "it was never asked"
 CHILD_MARGIN_S = 10.0
@@ -278,6 +281,9 @@ def ask_as_service(service: Mapping[str, Any]) -> int:
         )
         sent = warm_up(service, time.monotonic() + float(service["start_timeout_s"]), key)
         print(json.dumps({"step": "warm-up", "at": time.time(), "requests": sent}), flush=True)
+        if service.get("drafting"):
+            seen = drafting.check(service, key)
+            print(json.dumps({"step": "drafting", "at": time.time(), **seen}), flush=True)
     except (NoAnswer, EngineGone) as error:
         print(json.dumps({"step": "failed", "why": str(error)}), flush=True)
         return 1
@@ -346,7 +352,8 @@ def record(
 ) -> dict[str, Any]:
     """What this start was, as it is kept and as the run record takes it."""
     first, warm = steps.get("first token", {}), steps.get("warm-up", {})
-    marks = {name: float(step["at"]) for name, step in (("first token", first), ("warm-up", warm)) if step}
+    marks = {name: float(steps[name]["at"]) for name in STEPS if name in steps}
+    drafts = {name: value for name, value in steps.get("drafting", {}).items() if name not in ("step", "at")}
     end = max(marks.values(), default=time.time())
     return {
         "schema_version": 1,
@@ -361,9 +368,17 @@ def record(
         "model": service["served_name"],
         "address": f"http://{url_host(service['address'])}:{service['port']}",
         "warm_up_requests": warm.get("requests", 0),
+        "drafting": drafts,
+        "warnings": [] if why or not drafts.get("code") else [f"{drafts['code']}: {drafts['text']}"],
         "invocation": os.environ.get("INVOCATION_ID", ""),
         "is_stand_in": bool(service.get("is_stand_in")),
     }
+
+
+def refused(service: Mapping[str, Any], drafts: Mapping[str, Any]) -> str:
+    """Why a strict service that accepts too little of what it drafts is not up; "" where nothing is against it."""
+    strict = (service.get("drafting") or {}).get("strict")
+    return f"{drafts['code']}: {drafts['text']}" if strict and drafts.get("code") == drafting.LOW else ""
 
 
 def url_host(address: str) -> str:
@@ -389,6 +404,7 @@ def gate(name: str, pid: int) -> int:
         steps = ask(service, name, common.key_of(service), pid)
     except (EngineGone, NoAnswer, Refusal) as error:
         why, gone = str(error), isinstance(error, EngineGone)
+    why = why or refused(service, steps.get("drafting", {}))
     if follower:
         follower.join(LAST_WORDS_S if why else MARKER_WAIT_S)
         stop.set()
@@ -405,6 +421,8 @@ def gate(name: str, pid: int) -> int:
         return 1
     spent = ", ".join(f"{phase['name']} {phase['seconds']:.1f} s" for phase in result["phases"])
     say(f"ready after {result['seconds']:.1f} s ({spent})")
+    for warning in result["warnings"]:
+        say(warning)
     say(f"{result['model']} at {result['address']} says {result['answer']!r}")
     return 0
 

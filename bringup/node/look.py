@@ -74,6 +74,7 @@ def status(name: str, limit_s: float) -> dict[str, Any]:
         log_bytes=log_bytes(name),
         restart=restart_of(name) or last_restart_of(service["unit"]),
         drained=common.drained(name),
+        warnings=list(common.read_json(common.STARTS / f"{service['unit']}.json").get("warnings") or ()),
     )
     if row["state"] != "active":
         return {**row, "why": f"the unit is {row['state']} ({unit['SubState']}, {unit['Result']})"}

@@ -78,7 +78,12 @@ def started(service: Mapping[str, Any], since: float) -> dict[str, Any]:
     """The record of the newest start, as `bringup_starts` of a run's record."""
     kept = read(STARTS / f"{service['unit']}.json")
     names = ("unit", "service", "seconds", "phases", "answer", "model", "address", "outcome", "is_stand_in")
-    return {**{name: kept.get(name) for name in names}, "waited_s": round(time.monotonic() - since, 1)}
+    more: dict[str, Any] = {name: kept.get(name) for name in ("drafting", "warnings") if name in kept}
+    return {
+        **{name: kept.get(name) for name in names},
+        **more,
+        "waited_s": round(time.monotonic() - since, 1),
+    }
 
 
 def reason(service: Mapping[str, Any], said: str, since: float) -> str:
@@ -137,7 +142,8 @@ def apply(
     (mode `later`).
 
     `changed`: paths that this run has changed, or in check mode would have. Gives {changed, bringup_starts,
-    due, diff}. Raises ServersFailed with every server that did not come up.
+    bringup_notes (what was wrong with a start that counts), due, diff}. Raises ServersFailed with every server
+    that did not come up.
     """
     starts: list[dict[str, Any]] = []
     due: list[str] = []
@@ -166,7 +172,15 @@ def apply(
     if not check_only:
         seal.claim(_claims(services))
     diff = {"before": "", "after": "\n".join(todo) + "\n"} if todo else {}
-    return {"changed": bool(todo), "bringup_starts": starts, "due": due, "diff": diff}
+    return {
+        "changed": bool(todo),
+        "bringup_starts": starts,
+        "bringup_notes": [
+            f"{row['service']}: {text}" for row in starts for text in row.get("warnings") or ()
+        ],
+        "due": due,
+        "diff": diff,
+    }
 
 
 def _claims(services: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from bringup import systemd
+from bringup.node.drafting import counted
 from bringup.planned import HostPlan, Plan, Service
 from bringup.rolevars import entries
 
-PROGRAMS = ("common", "serve", "gate", "trail", "watch", "drift", "leftovers", "llama_serve")
+PROGRAMS = ("common", "serve", "gate", "drafting", "trail", "watch", "drift", "leftovers", "llama_serve")
 """Programs in /opt/bringup/lib that servers need; `llama_serve` is an engine that comes as a library."""
 
 READY_STAMP = ".bringup/ready.json"
@@ -134,11 +135,20 @@ def description(service: Service, host: HostPlan) -> dict[str, Any]:
         "log_namespace": systemd.log_namespace(service),
         "log_markers": dict(service.log_markers),
         "metrics_names": dict(service.metrics_names),
+        "drafting": drafting(service),
         "context_tokens": service.context_tokens,
         "model_stamp": model_stamp(service, host),
         "definition": definition(service, host),
         "is_stand_in": service.is_stand_in,
     }
+
+
+def drafting(service: Service) -> dict[str, Any]:
+    """What the gate must see accepted; {}: the service drafts nothing, nobody wants to know, or the engine does not
+    count it."""
+    wanted = service.drafts and service.drafting.accept_length_at_least > 0
+    counts = service.endpoints.metrics and counted(service.metrics_names)
+    return asdict(service.drafting) if wanted and counts else {}
 
 
 def _row(service: Service, host: HostPlan) -> dict[str, Any]:

@@ -63,6 +63,11 @@ bringup_starts:
   returned: success
   type: list
   elements: dict
+bringup_notes:
+  description: Warnings of these starts, such as drafts of which nothing is accepted.
+  returned: success
+  type: list
+  elements: str
 due:
   description: Names of servers that run from an older definition.
   returned: success

@@ -23,20 +23,21 @@ PROGRAM = ROOT / "bringup/node/gate.py"
 
 
 class Engine:
-    """An HTTP server of the test (no engine): `models` and `answer` say what it gives, `requests` what it
-    got.
+    """An HTTP server of the test (no engine): `models`, `page` (of metrics) and `answer` say what it gives,
+    `requests` what it got.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, Any] = {"data": [{"id": "words"}]}
         self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = lambda body: (200, chat("hello", 4))
+        self.page: Callable[[], str] = lambda: ""
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply(200, outer.models)
+                self.reply(200, outer.page().encode() if self.path == "/metrics" else outer.models)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

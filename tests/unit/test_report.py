@@ -195,3 +195,14 @@ def test_scripts_agree_beforehand_and_nobody_is_asked() -> None:
 
     confirm.disruptive("restart", "lab", ["a", "b"], yes=True, ask=ask)
     assert asked == []
+
+
+def test_a_warning_of_a_start_that_counts_stands_below_its_server() -> None:
+    row = {"host": "gpu-01", "service": "chat", "state": "active", "healthy": True}
+    out = io.StringIO()
+    Console(file=out, width=160).print(
+        report.status_table([{**row, "warnings": ["ACCEPT_LOW: a step yields 1.00 tokens"]}, row])
+    )
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith("ACCEPT_LOW: a step yields")] != []
+    assert sum("ACCEPT_LOW" in line for line in lines) == 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import urllib.request
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -19,8 +21,9 @@ import pytest
 
 from bringup import ROOT, commandline, lab, plan, preflight, surroundings, twins
 from bringup.errors import UsageError
-from bringup.node import contents, facts
-from bringup.planned import HostPlan, Plan
+from bringup.node import contents, drafting, facts
+from bringup.planned import HostPlan, Plan, Service
+from bringup.rolevars import engine_service
 from tests.lab.twin import archive, coverage, offline
 from tests.lab.twin.node import smi
 
@@ -529,51 +532,86 @@ def test_what_the_real_engine_refuses_after_parsing_is_refused_too(
     assert says in done.stdout
 
 
-@pytest.mark.parametrize("inventory", ["h20", "gh200"])
-def test_a_planned_launch_line_serves_and_says_that_it_is_a_stand_in(
-    inventory: str, tmp_path: Path, unused_port: int
-) -> None:
+@dataclass(frozen=True)
+class Standing:
+    """A stand-in that serves: the planned service, its address, what it wrote until it was ready, its process."""
+
+    service: Service
+    base: str
+    lines: list[str]
+    process: subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def standing(inventory: str, folder: Path, port: int) -> Iterator[Standing]:
+    """The stand-in of an inventory's first service, started with its planned line; `folder` is its twin's root."""
     host = plan.load(inventory).hosts[0]
     service = host.services[0]
     model = next(model for model in host.models if model.name == service.model)
     _, content = twins.wheel(service.engine, service.engine_version)
     with zipfile.ZipFile(BytesIO(content)) as packed:
-        packed.extractall(tmp_path / "site")
-    folder = tmp_path / "model"
-    folder.mkdir()
+        packed.extractall(folder / "site")
+    (folder / "model").mkdir()
     for path, data in twins.model_files(model, service.context_tokens).items():
-        (folder / path).write_bytes(data)
-    argv = [str(folder) if word == model.entry else word for word in service.argv[1:]]
-    argv[argv.index("--port") + 1] = str(unused_port)
+        (folder / "model" / path).write_bytes(data)
+    argv = [str(folder / "model") if word == model.entry else word for word in service.argv[1:]]
+    argv[argv.index("--port") + 1] = str(port)
     process = subprocess.Popen(
         [sys.executable, *argv],
-        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(folder / "site"), "PATH": "/usr/bin:/bin", "TWIN_ROOT": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        lines = _until(process, "Uvicorn running")
-        base = f"http://127.0.0.1:{unused_port}"
-        listed = json.loads(_get(f"{base}/v1/models"))["data"][0]
-        assert listed["id"] == service.served_name
-        assert listed["max_model_len"] >= (service.context_tokens or 0)
-        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}).encode()
-        reply = json.loads(_get(f"{base}/v1/chat/completions", body))
-        assert reply["usage"]["completion_tokens"] == 5
-        page = _get(f"{base}/metrics")
-        assert "bringup_stand_in" in page
-        assert [theirs for theirs in service.metrics_names.values() if theirs not in page] == []
-        text = "\n".join(lines)
-        import re
-
-        assert [name for name, mark in service.log_markers.items() if not re.search(mark, text)] == []
-        assert Path(f"/proc/{process.pid}/comm").read_text().startswith("standin-")
+        yield Standing(service, f"http://127.0.0.1:{port}", _until(process, "Uvicorn running"), process)
     finally:
         process.terminate()
         assert process.wait(20) == 0
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.mark.parametrize("inventory", ["h20", "gh200", "h200"])
+def test_a_planned_launch_line_serves_and_says_that_it_is_a_stand_in(
+    inventory: str, tmp_path: Path, unused_port: int
+) -> None:
+    with standing(inventory, tmp_path, unused_port) as one:
+        listed = json.loads(_get(f"{one.base}/v1/models"))["data"][0]
+        assert listed["id"] == one.service.served_name
+        assert listed["max_model_len"] >= (one.service.context_tokens or 0)
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}).encode()
+        reply = json.loads(_get(f"{one.base}/v1/chat/completions", body))
+        assert reply["usage"]["completion_tokens"] == 5
+        page = _get(f"{one.base}/metrics")
+        assert "bringup_stand_in" in page
+        assert [theirs for theirs in one.service.metrics_names.values() if theirs not in page] == []
+        text = "\n".join(one.lines)
+        assert [name for name, mark in one.service.log_markers.items() if not re.search(mark, text)] == []
+        assert Path(f"/proc/{one.process.pid}/comm").read_text().startswith("standin-")
+
+
+@pytest.mark.parametrize("inventory", ["h20", "gh200", "h200"])
+@pytest.mark.parametrize(
+    ("worn", "code", "length"), [({}, "", 3.0), ({"drafts_thrown_away": True}, "ACCEPT_LOW", 1.0)]
+)
+def test_the_gate_finds_a_server_that_throws_its_drafts_away(
+    inventory: str, worn: dict[str, Any], code: str, length: float, tmp_path: Path, unused_port: int
+) -> None:
+    """Engines that count steps, one that counts accepted tokens, and one with a gauge only."""
+    (tmp_path / "var/lib/twin").mkdir(parents=True)
+    (tmp_path / "var/lib/twin/hardware.json").write_text(json.dumps(worn))
+    with standing(inventory, tmp_path, unused_port) as one:
+        wish = engine_service.drafting(replace(one.service, drafts="mtp"))
+        known = {
+            **engine_service.description(one.service, plan.load(inventory).hosts[0]),
+            "address": "127.0.0.1",
+            "port": unused_port,
+            "drafting": wish,
+        }
+        found = drafting.check(known, None)
+    assert (found["code"], found["accept_length"]) == (code, pytest.approx(length, abs=0.05))
+    assert bool(found["text"]) == bool(code)
 
 
 def _until(process: subprocess.Popen[str], mark: str) -> list[str]:

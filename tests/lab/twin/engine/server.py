@@ -29,6 +29,9 @@ WORDS = "a stand in says what it is and answers in plain words so that a plan ca
 LOAD_S = 1.0
 """Seconds that loading takes, in all."""
 
+STEP_TOKENS = 3
+"""Tokens that a verification step yields where drafts are accepted."""
+
 TOKEN_S = 0.002
 DRAIN_LIMIT_S = 30.0
 LOG_EVERY_S = 10.0
@@ -227,6 +230,10 @@ class State:
         self.ready = threading.Event()
         self.stopping = threading.Event()
 
+    def step_tokens(self) -> int:
+        """Tokens that a step yields: 1 on a twin whose drafts are thrown away, as by a layer of wrong weights."""
+        return 1 if _hardware().get("drafts_thrown_away") else STEP_TOKENS
+
     def enter(self, prompt: int) -> None:
         """A request begins."""
         with self.lock:
@@ -249,9 +256,11 @@ class State:
             self.generated += tokens
             self.rate = tokens / seconds if seconds else 0.0
         if ENGINE == "sglang":
+            length = self.step_tokens()
             say(
-                f"Decode batch, #running-req: {running}, #token: {tokens}, token usage: 0.00, accept len: 3.00, "
-                f"accept rate: 0.67, cuda graph: True, gen throughput (token/s): {self.rate:.2f}, #queue-req: 0"
+                f"Decode batch, #running-req: {running}, #token: {tokens}, token usage: 0.00, "
+                f"accept len: {length:.2f}, accept rate: {(length - 1) / STEP_TOKENS:.2f}, cuda graph: True, "
+                f"gen throughput (token/s): {self.rate:.2f}, #queue-req: 0"
             )
 
 
@@ -260,6 +269,9 @@ def metrics(state: State, model: str) -> str:
     with state.lock:
         values = (state.running, state.prompt_tokens, state.generated, state.requests, state.rate)
     running, prompt, generated, requests, rate = values
+    # Each request's first token comes from its prefill.
+    length = state.step_tokens()
+    drafts = max(0, generated - requests) // length
     if ENGINE == "vllm":
         rows = {
             "vllm:num_requests_running": ("gauge", running),
@@ -270,9 +282,9 @@ def metrics(state: State, model: str) -> str:
             "vllm:request_success_total": ("counter", requests),
             "vllm:prefix_cache_queries_total": ("counter", prompt),
             "vllm:prefix_cache_hits_total": ("counter", 0),
-            "vllm:spec_decode_num_drafts_total": ("counter", generated // 3),
-            "vllm:spec_decode_num_draft_tokens_total": ("counter", generated),
-            "vllm:spec_decode_num_accepted_tokens_total": ("counter", generated * 2 // 3),
+            "vllm:spec_decode_num_drafts_total": ("counter", drafts),
+            "vllm:spec_decode_num_draft_tokens_total": ("counter", drafts * STEP_TOKENS),
+            "vllm:spec_decode_num_accepted_tokens_total": ("counter", drafts * (length - 1)),
         }
         labels = f'{{engine="0",model_name="{model}"}}'
     else:
@@ -282,7 +294,9 @@ def metrics(state: State, model: str) -> str:
             "sglang:token_usage": ("gauge", 0.0),
             "sglang:gen_throughput": ("gauge", rate),
             "sglang:cache_hit_rate": ("gauge", 0.0),
-            "sglang:spec_accept_length": ("gauge", 3.0),
+            "sglang:spec_accept_length": ("gauge", length),
+            "sglang:spec_num_draft_tokens": ("gauge", STEP_TOKENS + 1),
+            "sglang:spec_verify_calls_total": ("counter", drafts),
             "sglang:prompt_tokens_total": ("counter", prompt),
             "sglang:generation_tokens_total": ("counter", generated),
             "sglang:cached_tokens_total": ("counter", 0),
@@ -480,6 +494,16 @@ def child() -> subprocess.Popen[bytes]:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     return subprocess.Popen([title, "infinity"], executable="/usr/bin/sleep", preexec_fn=die_with_parent)
+
+
+def _hardware() -> dict[str, Any]:
+    """What the twin wears; empty where there is no twin."""
+    try:
+        path = Path(os.environ.get("TWIN_ROOT", "/"), "var/lib/twin/hardware.json")
+        worn: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return worn
+    except (OSError, ValueError):
+        return {}
 
 
 def _gpus() -> int:
