@@ -301,6 +301,18 @@ cat /etc/bringup/services/{SERVICE}.env
 du -sh /var/cache/bringup/{SERVICE} /var/cache/bringup/{SERVICE}/.[a-z]* /var/cache/bringup/{SERVICE}/.cache/* /opt/bringup/environments
 tail -n 60 /var/log/bringup/{SERVICE}/engine.log
 """
+DRAFT_AWAY = """cd /srv/models/glm-tiny-fp8-mtp && cp -a model.safetensors.index.json /root/index.json
+python3 - <<'X'
+import json, os
+path = "model.safetensors.index.json"
+data = json.load(open(path))
+data["weight_map"] = {k: v for k, v in data["weight_map"].items() if not k.startswith("model.layers.2.")}
+os.unlink(path)
+json.dump(data, open(path, "w"))
+X
+"""
+DRAFT_BACK = "cd /srv/models/glm-tiny-fp8-mtp && rm model.safetensors.index.json && cp -a /root/index.json model.safetensors.index.json"
+STARTS = "cat /var/lib/bringup/starts/*.json"
 LIBGCC = "/usr/lib/gcc/*/*/libgcc.a"
 HIDE_STUBS = "for stubs in /usr/local/cuda-*/lib64/stubs; do mount -t tmpfs tmpfs $(readlink -f $stubs); done"
 SHOW_STUBS = "for stubs in /usr/local/cuda-*/lib64/stubs; do umount $(readlink -f $stubs); done"
@@ -321,25 +333,10 @@ def hold(run: Ladder, name: str, gib: int) -> None:
 def node_faults(run: Ladder) -> None:
     """Faults of the node, made for real; each must be told by preflight or refused at the start, by name."""
     place = run.place
-    run.node(
-        "fault-mtp-index",
-        """cd /srv/models/glm-tiny-fp8-mtp && cp -a model.safetensors.index.json /root/index.json
-python3 - <<'X'
-import json, os
-path = "model.safetensors.index.json"
-data = json.load(open(path))
-data["weight_map"] = {k: v for k, v in data["weight_map"].items() if not k.startswith("model.layers.2.")}
-os.unlink(path)
-json.dump(data, open(path, "w"))
-X
-""",
-    )
+    run.node("fault-mtp-index", DRAFT_AWAY)
     run.invoke("fault-mtp-preflight", f"preflight --inventory {place} --json", 60)
     run.invoke("fault-mtp-verify", f"models.verify {place} --json", 60)
-    run.node(
-        "fault-mtp-restore",
-        "cd /srv/models/glm-tiny-fp8-mtp && rm model.safetensors.index.json && cp -a /root/index.json model.safetensors.index.json",
-    )
+    run.node("fault-mtp-restore", DRAFT_BACK)
     run.node("fault-compiler-hide", f"for file in {LIBGCC}; do mv $file $file.away; done; {LINK}")
     run.invoke("fault-compiler-preflight", f"preflight --inventory {place} --json", 60)
     run.node(
@@ -362,6 +359,17 @@ X
     hold(run, "fault-gpu", 2)
     run.invoke("fault-gpu-preflight", f"preflight --inventory {place} --json", 60)
     run.node("fault-gpu-release", "systemctl stop holder")
+
+
+def draft_away(run: Ladder) -> None:
+    """A server whose model has lost its draft layer starts, and says that nothing of its drafts is accepted."""
+    unit = f"bringup-{SERVICE}"
+    run.node("draft-away", DRAFT_AWAY)
+    run.node(
+        "draft-restart", f"systemctl restart {unit}; journalctl -u {unit} -n 30 --no-pager; {STARTS}", 170
+    )
+    run.invoke("draft-status", f"status --inventory {run.place}", 60)
+    run.node("draft-back", DRAFT_BACK)
 
 
 def killed(run: Ladder) -> None:
@@ -454,6 +462,7 @@ STEPS: Mapping[str, tuple[Callable[[Ladder], None], float, float]] = {
     "pair": (pair, 150, 400),
     "killed": (killed, 60, 240),
     "node-faults": (node_faults, 60, 240),
+    "draft-away": (draft_away, 120, 220),
     "stop": (stopped, 5, 120),
 }
 """Each step with the seconds that it needs at least, and those that it may take."""

@@ -65,6 +65,7 @@ boot() {
   chroot "$folder/root" ssh-keygen -q -t ed25519 -N '' -f /tmp/hopper-key </dev/null
   mv "$folder/root/tmp/hopper-key" "$checkout/.hop/ssh/id"
   mv "$folder/root/tmp/hopper-key.pub" "$checkout/.hop/ssh/id.pub"
+  [ "$(gpus_on_bus | wc -l)" -lt 2 ] || no_multicast
   group=$(awk '$3 == "cgroup2" {print $2; exit}' /proc/mounts)/hopper
   mkdir -p "$group"
   ulimit -l unlimited 2>/dev/null || true
@@ -98,6 +99,15 @@ boot() {
   done
   echo "$there $key" >"$checkout/.hop/ssh/known_hosts"
   echo "$name is up: process $first"
+}
+
+# The host's other GPUs belong to others, and NVLink multicast can put them out of service: no unit of the node has it, also
+# where a profile forgets to say so (SGLang asks for it by itself with two and more ranks).
+no_multicast() {
+  mkdir -p "$node_root/etc/systemd/system.conf.d"
+  echo '[Manager]
+DefaultEnvironment=NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1' \
+    >"$node_root/etc/systemd/system.conf.d/multicast.conf"
 }
 
 # GPUs on the bus, in its order.
