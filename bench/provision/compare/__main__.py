@@ -4,7 +4,8 @@
                                       [--runs first,again,one] [--repeats 3] [--fresh | --report]
 
 Linux, as root; needs mmdebstrap, iproute2 and (without netem) gcc. For each repeat the contenders take turns on fresh
-hosts, in another order each time: a first run, a run that has nothing to change, one after a single value changed.
+hosts, in another order each time: a first run, a run that has nothing to change, one after a single value changed
+(without `first` among --runs, the script brings everything about before).
 All must leave the same file systems (contents, owners, modes), or nothing is reported. Each run is a line of
 `docs/measured/provision-compare.jsonl`; from all lines of the newest commit the tables and the plot of
 `docs/performance.md` are written. Exit 1 when the comparison is void.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import fcntl
 import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -79,8 +82,18 @@ class Bench:
                     say(f"{name} cannot run here: {why}")
                     continue
                 self.hosts.up(number)
+                if "first" not in self.options.runs:
+                    self.settle(field)
                 for which in self.options.runs.split(","):
                     self.one(field, name, number, net, repeat, which)
+
+    def settle(self, field: Field) -> None:
+        """Brings everything about, not measured, where no first run is wanted."""
+        one = field.contender("floor")
+        words = ["nsenter", f"--net=/var/run/netns/{CONTROLLER}", *one.words]
+        subprocess.run(
+            words, env=dict(one.environment), stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=True
+        )
 
     def one(self, field: Field, name: str, number: int, net: str, repeat: int, which: str) -> None:
         """One run, measured and checked, as a line."""
@@ -193,6 +206,12 @@ def main() -> int:
         return 0
     if options.fresh:
         report.forget()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lock = (FOLDER / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        parser.error("another comparison runs in this checkout; wait for its end")
     bench = Bench(options)
     try:
         bench.run()

@@ -51,11 +51,16 @@ def about(machine: Mapping[str, Any], cannot: Mapping[str, str]) -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """All lines; of several commits, for each number of hosts and network those of the last one."""
+    """All lines; of ours, for each number of hosts and network those of the last commit measured."""
     lines = RAW.read_text(encoding="utf-8").splitlines() if RAW.is_file() else []
     found = [json.loads(line) for line in lines]
-    newest = {(row["nodes"], row["net"]): row["commit"] for row in found}
-    return [row for row in found if row["commit"] == newest[row["nodes"], row["net"]]]
+    ours = [row for row in found if row["contender"] == "bringup"]
+    newest = {(row["nodes"], row["net"]): row["commit"] for row in ours}
+    return [
+        row
+        for row in found
+        if row["contender"] != "bringup" or row["commit"] == newest[row["nodes"], row["net"]]
+    ]
 
 
 # --- figures ------------------------------------------------------------------------------------------------
@@ -84,12 +89,20 @@ def median(found: Sequence[Row], value: Callable[[Row], float]) -> float | None:
 def ratio(
     found: Sequence[Row], upper: str, lower: str, value: Callable[[Row], float], **wanted: Any
 ) -> float | None:
-    """Median of one contender's figure over another's, of the same repeat of the same session."""
+    """Median of one contender's figure over another's, of the same repeat of the same session; where they were never
+    measured in one, of their medians."""
+    above, below = (chosen(found, contender=name, **wanted) for name in (upper, lower))
     pairs = []
-    for row in chosen(found, contender=upper, **wanted):
-        same = {"session": row["session"], "repeat": row["repeat"], "contender": lower}
-        pairs += [value(row) / value(other) for other in chosen(found, **same, **wanted)]
-    return statistics.median(pairs) if pairs else None
+    for row in above:
+        same = {"session": row["session"], "repeat": row["repeat"]}
+        pairs += [value(row) / value(other) for other in chosen(below, **same)]
+    if pairs:
+        return statistics.median(pairs)
+    return (
+        statistics.median(map(value, above)) / statistics.median(map(value, below))
+        if above and below
+        else None
+    )
 
 
 # --- the page -----------------------------------------------------------------------------------------------
@@ -127,7 +140,7 @@ def table(found: Sequence[Row], net: str, nodes: int) -> str:
     repeats = len({(row["session"], row["repeat"]) for row in found})
     loads = sorted(row["others"] for row in found)
     head = (
-        f"### {nodes} {'host' if nodes == 1 else 'hosts'}, {NET_TITLES[net]}\n\n"
+        f"### {_hosts(nodes)}, {NET_TITLES[net]}\n\n"
         f"{repeats} {'turn' if repeats == 1 else 'turns'}; others used {loads[len(loads) // 2]:.0%} of the machine "
         f"meanwhile (median; {loads[-1]:.0%} at most), so compare CPU seconds rather than wall seconds.\n\n"
     )
@@ -145,6 +158,10 @@ def table(found: Sequence[Row], net: str, nodes: int) -> str:
             memory = max(float(row["controller_mib"]) for row in mine)
             lines.append(f"| {label} | {' | '.join(cells)} | {first:.1f} | {memory:.0f} |")
     return head + "\n".join(lines)
+
+
+def _hosts(number: int) -> str:
+    return f"{number} {'host' if number == 1 else 'hosts'}"
 
 
 def _cells(found: Sequence[Row]) -> tuple[str, str]:
@@ -206,7 +223,7 @@ def _one_value(found: Sequence[Row]) -> list[str]:
         allowed = 2 * base + role
         good = only and took < allowed
         lines.append(
-            f"| {nodes} hosts, one value changed: only its role played, below 2 × {base:.1f} s + {role:.1f} s of the "
+            f"| {_hosts(nodes)}, one value changed: only its role played, below 2 × {base:.1f} s + {role:.1f} s of the "
             f"role | {'only it' if only else 'others too'} | {took:.1f} s | {'yes' if good else '**no**'} |"
         )
     return lines
