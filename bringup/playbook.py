@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, fleet, lock, progress, redact, runs, seal
+from bringup import ROOT, events, fleet, handed, lock, progress, redact, rolevars, runs, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.planned import Plan
@@ -53,7 +53,7 @@ After = Callable[[Plan, events.Outcome, str], tuple[Mapping[str, Any], ...]]
 @dataclass(frozen=True)
 class Job:
     """What ansible-playbook is asked to do; paths are absolute. `trusting`: what a node finds as it was left by an
-    earlier run is not played again.
+    earlier run is not played again. `variables`: those of roles by host, where the plan is known already.
     """
 
     playbook: Path
@@ -65,6 +65,7 @@ class Job:
     extra: Mapping[str, Any] = field(default_factory=dict)
     forks: int | None = None
     trusting: bool = False
+    variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ def run(
     more |= {"run_force_unlock": True} if force_unlock else {}
     trusting = trusting and not check
     job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more}, trusting=trusting)
+    job = dataclasses.replace(
+        job, variables={host.name: rolevars.variables(host, plan) for host in plan.hosts}
+    )
     name = name or playbook.removeprefix("runbooks/")
     arguments = {
         "playbook": playbook,
@@ -314,15 +318,25 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.P
         all_of_them = "import_playbook: ../provision.yml" in job.playbook.read_text(encoding="utf-8")
         seal.write_run(record.folder, wanted, wanted if all_of_them else {})
         return Left(job)
+    idle = _idle(job, names)
     if not job.trusting:
         seal.write_run(record.folder, wanted, wanted)
-        return Left(job)
+        return Left(_narrowed(job, wanted, {}, idle))
     with progress.waiting("looking at the seals of the nodes", seen):
         verdicts = sealcheck.verdicts(str(job.inventory), names)
     due = seal.due(verdicts, wanted)
     seal.write_run(record.folder, wanted, due)
     sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}
-    return Left(_narrowed(job, due, sealed), sealed, seal.notes(verdicts, due))
+    return Left(_narrowed(job, due, sealed, idle), sealed, seal.notes(verdicts, due))
+
+
+def _idle(job: Job, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Host -> roles that have nothing to do there; none where variables of this run may say otherwise."""
+    if any(name.startswith(tuple(f"{role}_" for role in seal.IDLE)) for name in job.extra):
+        return {}
+    read = inventories.read(str(job.inventory))
+    variables = {host: given for host, given in job.variables.items() if host in names}
+    return seal.idle(variables, read.hosts)
 
 
 def _is_selected(role: str, job: Job) -> bool:
@@ -331,19 +345,25 @@ def _is_selected(role: str, job: Job) -> bool:
     return (not only or bool(only & {role, "all"})) and role not in without
 
 
-def _narrowed(job: Job, due: Mapping[str, Any], sealed: Mapping[str, Sequence[str]]) -> Job | None:
-    """The job for hosts and roles that are due only; None when none is."""
+def _narrowed(
+    job: Job,
+    due: Mapping[str, Any],
+    sealed: Mapping[str, Sequence[str]],
+    idle: Mapping[str, Sequence[str]],
+) -> Job | None:
+    """The job for hosts and roles that are due only; None when none is. A role that is due and has nothing to do is
+    sealed at the end and not played."""
     hosts = [host for host, roles in due.items() if roles]
     if not hosts:
         return None
-    played = dict.fromkeys(role for host in hosts for role in due[host])
+    left_out = {host: {*sealed.get(host, ()), *idle.get(host, ())} for host in hosts}
+    played = dict.fromkeys(role for host in hosts for role in due[host] if role not in left_out[host])
     spared: dict[str, list[str]] = {}
     for host in hosts:
-        for role in sealed[host]:
+        for role in sorted(left_out[host]):
             spared.setdefault(role, []).append(host)
-    everything = not any(sealed[host] for host in hosts)
     limit = job.limit if len(hosts) == len(due) else ",".join(hosts)
-    tags = job.tags if everything else ",".join(played)
+    tags = ",".join(played or ("lock",)) if spared else job.tags
     return dataclasses.replace(job, limit=limit, tags=tags, extra={**job.extra, "provision_sealed": spared})
 
 
@@ -561,6 +581,11 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         extra = private / "extra.json"
         runs.write_private(extra, json.dumps(dict(job.extra)))
         arguments += ["-e", f"@{extra}"]
+    environment = _environment(run_id)
+    if job.variables:
+        handed_file = private / "variables.json"
+        runs.write_private(handed_file, handed.text(job.inventory, job.variables))
+        environment[handed.FILE] = str(handed_file)
     runner = interface.init_runner(
         private_data_dir=str(private),
         project_dir=str(ROOT),
@@ -571,7 +596,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         skip_tags=job.skip_tags,
         forks=job.forks,
         cmdline=shlex.join(arguments),
-        envvars=_environment(run_id),
+        envvars=environment,
         settings={"suppress_output_file": True, "suppress_ansible_output": True, "pexpect_timeout": 1},
         suppress_env_files=True,
         ignore_logging=True,

@@ -40,6 +40,19 @@ FILE = "seals.json"
 STAMP = "run_stamp"
 PREFLIGHT = "preflight"
 
+UNJUDGED = frozenset(("scheduled_restart", STAMP))
+"""Roles that change nothing by which preflight judges a node: timers, and records."""
+
+IDLE = (
+    "system_settings",
+    "nvidia_driver",
+    "cuda_runtime",
+    "engine_env",
+    "library_fixes",
+    "model_store",
+)
+"""Roles none of whose tasks does anything where all of their variables are the defaults (a test holds it)."""
+
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "cuda_runtime": ("nvidia_driver",),
     "library_fixes": ("nvidia_driver", "engine_env"),
@@ -224,15 +237,14 @@ def _due(verdict: Verdict, wanted: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _followed(roles: dict[str, list[str]], wanted: Mapping[str, str]) -> dict[str, list[str]]:
-    """With the roles that build on those, the look at the node before them, and the stamp after them."""
+    """With the roles that build on those, and the look at the node before them."""
     found = dict(roles)
     for role in wanted:
         before = [one for one in FOLLOWS.get(role, ()) if one in found]
         if before and role not in found:
             found[role] = [f"{before[0]} is played"]
-    if set(found) - {STAMP, PREFLIGHT}:
-        for role in {STAMP, PREFLIGHT} & set(wanted) - set(found):
-            found[role] = ["the node is changed"]
+    if set(found) - {PREFLIGHT} - UNJUDGED and PREFLIGHT in wanted:
+        found.setdefault(PREFLIGHT, ["the node is changed"])
     return found
 
 
@@ -269,6 +281,36 @@ def notes(verdicts: Iterable[Verdict], due: Mapping[str, Mapping[str, Sequence[s
                 more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
                 found.append(f"{one.host}: role {role} was not as it was left: {line(rows[0])}{more}")
     return tuple(found)
+
+
+# --- roles that have nothing to do ---------------------------------------------------------------------------
+
+
+def idle(variables: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host]) -> dict[str, tuple[str, ...]]:
+    """Host -> roles of IDLE that need not be played there: the plan gives them nothing but what they have by default,
+    and the inventory says nothing to them. `variables`: of roles, by host."""
+    known = {host.name: host.variables for host in hosts}
+    defaults = {role: _defaults(role) for role in IDLE}
+    found = {}
+    for host, given in variables.items():
+        found[host] = tuple(
+            role
+            for role in IDLE
+            if not any(name.startswith(f"{role}_") for name in known.get(host, {}))
+            and all(
+                defaults[role].get(name) == value
+                for name, value in given.items()
+                if name.startswith(f"{role}_")
+            )
+        )
+    return found
+
+
+def _defaults(role: str) -> dict[str, Any]:
+    import yaml
+
+    text = (ROOT / "roles" / role / "defaults" / "main.yml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 # --- from the run to its nodes ------------------------------------------------------------------------------

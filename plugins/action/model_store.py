@@ -19,6 +19,7 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from bringup import stores  # noqa: E402 (the checkout must be on the path first)
+from bringup.carrying import Carried  # noqa: E402
 from bringup.errors import BringupError  # noqa: E402
 from bringup.node.store import incoming_name  # noqa: E402
 
@@ -26,7 +27,7 @@ SAY_EVERY_S = 300.0
 """How often a run that waits says so."""
 
 
-class ActionModule(ActionBase):
+class ActionModule(Carried, ActionBase):
     """The options of the module `model_store`; besides, `model` may hold `made_by` and `chain` (host names),
     `seen` names the variable that holds what was seen on each host, `port` is that of the relays, and `hours`
     (ranges of the week), `hours_from_gib` and `hours_wait_s` bound when large models are fetched."""

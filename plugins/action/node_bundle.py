@@ -18,9 +18,10 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from bringup import redact  # noqa: E402 (the checkout must be on the path first)
+from bringup.carrying import Carried  # noqa: E402
 
 
-class ActionModule(ActionBase):
+class ActionModule(Carried, ActionBase):
     """`node_bundle: {dest: FILE.tar.gz}`: one round trip, and an archive without secrets on the controller."""
 
     _supports_check_mode = True

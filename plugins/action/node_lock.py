@@ -17,9 +17,10 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from bringup import holding, seal  # noqa: E402 (the checkout must be on the path first)
+from bringup.carrying import Carried  # noqa: E402
 
 
-class ActionModule(ActionBase):
+class ActionModule(Carried, ActionBase):
     """`node_lock: {state: held}` as the first task of a play, `{state: released}` as its last."""
 
     _supports_check_mode = True

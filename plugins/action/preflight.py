@@ -19,9 +19,10 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from bringup import preflight  # noqa: E402 (the checkout must be on the path first)
+from bringup.carrying import Carried  # noqa: E402
 
 
-class ActionModule(ActionBase):
+class ActionModule(Carried, ActionBase):
     """`preflight: {expected: ..., leftovers: pattern, mending: [role, ...]}`; see `bringup.expected.Expected`.
 
     `mending`: roles that the play brings after this one. Of those, the ones that this run's tags select count:

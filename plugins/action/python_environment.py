@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
 
 ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from bringup.carrying import Carried  # noqa: E402 (the checkout must be on the path first)
+
 RATTLER = "catalog/tools/py-rattler.txt"
 """Lock of the library that installs conda packages without conda."""
 
 
-class ActionModule(ActionBase):
+class ActionModule(Carried, ActionBase):
     """`lock` is a path in this checkout (or an absolute one); all else goes to the module as it is."""
 
     _supports_check_mode = True

@@ -16,7 +16,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from bringup import plan, rolevars  # noqa: E402 (the checkout must be on the path first)
+from bringup import handed  # noqa: E402 (the checkout must be on the path first)
 from bringup.errors import BringupError  # noqa: E402
 
 DOCUMENTATION = """
@@ -57,11 +57,11 @@ class InventoryModule(BaseInventoryPlugin):
         super().parse(inventory, loader, path, cache)
         try:
             self._read_config_data(path)
-            resolved = plan.load(str(Path(path).resolve().parent))
-            for host in resolved.hosts:
-                inventory.add_host(host.name)
-                for name, value in rolevars.variables(host, resolved).items():
-                    inventory.set_variable(host.name, name, value)
+            folder = Path(path).resolve().parent
+            for host, variables in (handed.given(folder) or _resolved(folder)).items():
+                inventory.add_host(host)
+                for name, value in variables.items():
+                    inventory.set_variable(host, name, value)
         except BringupError as error:
             # Ansible prints a parser's error twice; the problems themselves are said once, here.
             for problem in error.problems:
@@ -70,3 +70,10 @@ class InventoryModule(BaseInventoryPlugin):
             raise AnsibleParserError(
                 f"{len(error.problems)} problems in intent or catalog, see above."
             ) from None
+
+
+def _resolved(folder: Path) -> dict[str, dict[str, Any]]:
+    from bringup import plan, rolevars
+
+    found = plan.load(str(folder))
+    return {host.name: rolevars.variables(host, found) for host in found.hosts}

@@ -99,7 +99,7 @@ def test_one_changed_value_plays_what_depends_on_it(pair: Site) -> None:
         assert done.code == Exit.DONE, done.text
         for host in done.data["hosts"].values():
             played = {role for role in host["roles"] if role in ROLES}
-            assert played == {"scheduled_restart", "preflight", "run_stamp"}
+            assert played == {"scheduled_restart"}
     assert pair.provision().code == Exit.DONE
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -350,7 +352,7 @@ def due(*verdicts: Verdict) -> dict[str, set[str]]:
 
 
 ROW = {"what": "path /etc/x", "field": "mode", "expected": "0o644", "found": "0o600"}
-FRAME = {"preflight", "run_stamp"}
+JUDGED = {"preflight"}
 
 
 def test_where_all_holds_nothing_is_played() -> None:
@@ -367,17 +369,18 @@ def test_where_all_holds_nothing_is_played() -> None:
     ],
 )
 def test_a_role_is_played_that_has_no_seal_or_one_that_does_not_hold(row: Any) -> None:
-    assert due(verdict(system_settings=row)) == {"one": {"system_settings"} | FRAME}
+    assert due(verdict(system_settings=row)) == {"one": {"system_settings"} | JUDGED}
 
 
 def test_roles_that_build_on_another_are_played_after_it_and_in_order() -> None:
     found = seal.due([verdict(engine_env=None)], {"one": WANTED})["one"]
-    assert set(found) == {"engine_env", "library_fixes", "engine_service", "scheduled_restart"} | FRAME
+    assert set(found) == {"engine_env", "library_fixes", "engine_service", "scheduled_restart"} | JUDGED
     assert list(found) == [role for role in rolevars.ROLES if role in found]
 
 
-def test_a_stamp_alone_needs_no_look_at_the_node() -> None:
-    assert due(verdict(run_stamp=None)) == {"one": {"run_stamp"}}
+def test_timers_and_records_alone_need_no_look_at_the_node() -> None:
+    found = due(verdict(run_stamp=None, scheduled_restart=None))
+    assert found == {"one": {"run_stamp", "scheduled_restart"}}
 
 
 def test_a_node_that_cannot_be_asked_or_that_a_run_holds_needs_everything() -> None:
@@ -397,6 +400,81 @@ def test_every_role_that_is_built_on_comes_before_in_the_play() -> None:
     assert all(
         order.index(before) < order.index(role) for role, all_of in seal.FOLLOWS.items() for before in all_of
     )
+
+
+@pytest.mark.parametrize("role", seal.IDLE)
+def test_no_task_of_a_role_that_may_be_left_out_does_anything_with_its_defaults(role: str) -> None:
+    """Each is skipped by its condition or loops over nothing."""
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.template import Templar, trust_as_template
+
+    tasks = yaml.safe_load((ROOT / "roles" / role / "tasks" / "main.yml").read_text())
+    defaults = yaml.safe_load((ROOT / "roles" / role / "defaults" / "main.yml").read_text())
+    known = {
+        name: trust_as_template(value) if isinstance(value, str) else value
+        for name, value in defaults.items()
+    }
+    templar = Templar(DataLoader(), variables=known)
+    assert tasks
+    for task in tasks:
+        conditions = task.get("when", [])
+        conditions = conditions if isinstance(conditions, list) else [conditions]
+        skipped = "loop" in task and templar.template(trust_as_template(str(task["loop"]))) == []
+        for text in conditions if not skipped else ():
+            expression = trust_as_template("{{ " + text + " }}")
+            skipped = skipped or templar.template(expression) is False
+        assert skipped, f"{role}: {task['name']} does something"
+
+
+def test_a_role_is_idle_where_the_plan_gives_it_its_defaults_and_the_inventory_says_nothing(
+    site: Path,
+) -> None:
+    read, planned = inventory.read(str(site)), plan.load(str(site))
+    variables = {host.name: rolevars.variables(host, planned) for host in planned.hosts}
+    found = seal.idle(variables, read.hosts)
+    assert set(found["lab-01"]) == {"system_settings", "nvidia_driver", "cuda_runtime", "library_fixes"}
+    variables["lab-01"]["system_settings_values"] = [{"name": "x", "path": "/proc/sys/x", "value": "1"}]
+    said = [
+        dataclasses.replace(host, variables={**host.variables, "cuda_runtime_check": True})
+        for host in read.hosts
+    ]
+    assert set(seal.idle(variables, said)["lab-01"]) == {"nvidia_driver", "library_fixes"}
+
+
+def test_an_idle_role_is_sealed_and_not_played_and_a_host_with_nothing_else_is_given_back_all_the_same() -> (
+    None
+):
+    from bringup import playbook
+
+    job = playbook.Job(Path("p"), Path("i"))
+    idle = {"one": ("cuda_runtime",), "two": ("cuda_runtime",)}
+    due = {"one": {"cuda_runtime": ["x"], "run_stamp": ["x"]}, "two": {"cuda_runtime": ["x"]}}
+    found = playbook._narrowed(job, due, {"one": ["engine_env"], "two": ["engine_env", "run_stamp"]}, idle)
+    assert found is not None
+    assert (found.limit, found.tags) == (None, "run_stamp")
+    assert found.extra["provision_sealed"] == {
+        "cuda_runtime": ["one", "two"],
+        "engine_env": ["one", "two"],
+        "run_stamp": ["two"],
+    }
+    alone = playbook._narrowed(job, {"two": due["two"], "one": {}}, {"one": ["run_stamp"]}, idle)
+    assert alone is not None
+    assert (alone.limit, alone.tags) == ("two", "lock")
+    assert playbook._narrowed(job, {"one": {}}, {}, idle) is None
+
+
+def test_variables_that_a_command_worked_out_are_those_that_the_inventory_plugin_would(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bringup import handed
+
+    planned = plan.load(str(site))
+    variables = {host.name: rolevars.variables(host, planned) for host in planned.hosts}
+    assert handed.given(site) is None
+    (tmp_path / "file").write_text(handed.text(site, variables))
+    monkeypatch.setenv(handed.FILE, str(tmp_path / "file"))
+    assert json.dumps(handed.given(site)) == json.dumps(variables)
+    assert handed.given(tmp_path) is None, "another inventory's"
 
 
 def test_what_a_run_takes_to_its_nodes_is_private_and_found_by_its_name(

@@ -1,0 +1,126 @@
+"""Modules that are sent to a node as one program: what they take, what they answer, and that nothing is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+
+from bringup import ROOT, carrying
+from bringup.node import light
+
+MODULES = sorted(path.stem for path in (ROOT / "plugins" / "modules").glob("*.py"))
+CARRIED = [name for name in MODULES if "def main(" in (carrying.MODULES / f"{name}.py").read_text()]
+
+
+def asked(name: str, options: dict[str, Any], check: bool = True) -> dict[str, Any]:
+    """What a module answers on this machine, sent as it is to a node."""
+    text = carrying.program(name) + carrying.call(options, check)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    return carrying.answer(name, done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_every_module_starts_with_nothing_of_ansible_and_names_what_it_does_not_know(name: str) -> None:
+    """To come so far, all that it imports must have come along."""
+    answer = asked(name, {"no such option": 1})
+    assert answer["failed"]
+    assert answer["msg"].startswith("Unsupported parameters: no such option. Supported"), answer
+
+
+def test_every_module_has_an_action_that_carries_it() -> None:
+    actions = {path.stem for path in (ROOT / "plugins" / "action").glob("*.py")}
+    assert set(MODULES) <= actions
+
+
+SPEC: dict[str, Any] = {
+    "text": {"type": "str"},
+    "needed": {"type": "str", "required": True},
+    "flag": {"type": "bool", "default": False},
+    "count": {"type": "int", "default": 3},
+    "share": {"type": "float", "default": 0},
+    "words": {"type": "list", "elements": "str", "default": []},
+    "numbers": {"type": "list", "elements": "int"},
+    "where": {"type": "path"},
+    "one of": {"type": "str", "choices": ["a", "b"], "default": "a"},
+    "row": {"type": "dict"},
+    "rows": {
+        "type": "list",
+        "elements": "dict",
+        "options": {
+            "name": {"type": "str", "required": True},
+            "on": {"type": "bool", "default": True},
+            "maybe": {"type": "bool"},
+            "paths": {"type": "list", "elements": "str", "default": []},
+        },
+    },
+}
+GIVEN: list[dict[str, Any]] = [
+    {"needed": "x"},
+    {"needed": 7, "text": '100% $HOME "ü"', "flag": "yes", "count": "12", "share": "0.5"},
+    {"needed": "", "flag": "off", "words": "a, b", "numbers": ["1", 2], "where": "~/x"},
+    {"needed": "x", "rows": [{"name": "r"}, {"name": "s", "on": "no", "maybe": False, "paths": ["/a b"]}]},
+    {"needed": "x", "row": {"a": [1, None, {"b": "ü"}]}, "words": None, "text": None},
+    {"needed": "x", "words": 3, "row": '{"a": 1}'},
+    {},
+    {"needed": None},
+    {"needed": "x", "flag": "perhaps"},
+    {"needed": "x", "count": "many"},
+    {"needed": "x", "count": 1.5},
+    {"needed": "x", "one of": "c"},
+    {"needed": "x", "row": "text"},
+    {"needed": "x", "rows": [{"on": True}]},
+    {"needed": "x", "rows": [{"name": "r", "other": 1}]},
+    {"needed": "x", "numbers": ["x"]},
+    {"needed": "x", "words": {"a": 1}},
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_options_are_taken_and_refused_as_ansible_does(given: dict[str, Any]) -> None:
+    found = ArgumentSpecValidator(SPEC).validate(json.loads(json.dumps(given)))
+    try:
+        ours = light.checked(SPEC, given)
+    except light.WrongOptions:
+        assert found.error_messages, "Ansible takes it"
+    else:
+        assert found.error_messages == []
+        assert ours == found.validated_parameters
+
+
+def test_a_module_does_its_work_and_its_answer_is_found_among_what_else_was_said(tmp_path: Path) -> None:
+    entry = {"path": str(tmp_path / "file"), "content": '100% $HOME "ü"\n'}
+    answer = asked("node_files", {"entries": [entry]})
+    assert (answer["changed"], answer["changed_paths"]) == (True, [entry["path"]])
+    assert not (tmp_path / "file").exists(), "it is check mode"
+    noise = f"a banner\n{light.MARK}{json.dumps(answer)}\ngoodbye"
+    assert carrying.answer("node_files", 0, noise, "") == answer
+
+
+def test_a_module_that_breaks_says_where_and_one_that_says_nothing_is_a_failure() -> None:
+    broken = asked("node_files", {"entries": [{"path": 1}]})
+    assert broken["failed"]
+    assert "bringup/node/place.py:" in broken["msg"]
+    assert carrying.answer("node_units", 1, "", "sudo: a password is required\n") == {
+        "failed": True,
+        "msg": "node_units ended without an answer (exit 1): sudo: a password is required",
+        "rc": 1,
+    }
+
+
+def test_values_of_options_that_must_not_be_shown_do_not_come_back() -> None:
+    spec: dict[str, dict[str, Any]] = {
+        "token": {"type": "str", "no_log": True},
+        "name": {"type": "str"},
+    }
+    hidden = light.secrets(spec, {"token": "s3cret", "name": "plain"})
+    told = light.without({"msg": "tried s3cret", "rows": [{"a": ("s3cret", 1)}]}, hidden)
+    assert "s3cret" not in json.dumps(told)
+    assert "plain" not in hidden
