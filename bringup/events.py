@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -22,6 +22,9 @@ GATE_PREFIX = "Gate:"
 
 LOCK_PREFIX = "Lock:"
 """A task whose name begins so holds a node or gives it back: when it fails, the node is someone else's now."""
+
+REFUSE_PREFIX = "Refuse "
+"""A task whose name begins so says no before anything is changed; so does a result with `bringup_refused`."""
 
 GIVE_BACK = "Lock: give this node back"
 """The last task of a play on a host; where it is reached without a failure, the host is done."""
@@ -80,13 +83,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Failure:
-    """A task that failed on a host. `kind` ignored/rescued: the playbook went on as it was told to."""
+    """A task that failed on a host. `kind` ignored/rescued: the playbook went on as it was told to. `refused`: it
+    said no to what was asked for, and nothing broke."""
 
     host: str
     role: str
     task: str
     message: str
     kind: FailureKind = "failed"
+    refused: bool = False
+
+    @property
+    def is_lock(self) -> bool:
+        """Somebody else holds the node."""
+        return self.task.startswith(LOCK_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -253,6 +263,7 @@ class Tally:
             _task_name(data),
             message_of(result),
             "ignored" if ignored else "failed",
+            bool(result.get("bringup_refused")) or _task_name(data).startswith(REFUSE_PREFIX),
         )
         self._failures.append(failure)
         return failure
@@ -314,7 +325,7 @@ class Tally:
             if kind == "failed":
                 left[failure.host] = int(left.get(failure.host, 0)) - 1
                 kind = "failed" if left[failure.host] >= 0 else "rescued"
-            result.append(Failure(failure.host, failure.role, failure.task, failure.message, kind))
+            result.append(replace(failure, kind=kind))
         return tuple(reversed(result))
 
     def _host_names(self) -> list[str]:
@@ -353,8 +364,8 @@ class Tally:
 
 
 def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
-    """What an outcome means: failed, else gate, else unreachable, else refused, else locked, else changes
-    pending, else done.
+    """What an outcome means: failed, else gate, else unreachable, else refused by preflight, else locked or refused
+    by something else, else changes pending, else done.
 
     A run in which no host was played is never a success: INTERNAL (the caller knows better when it does).
     """
@@ -362,7 +373,11 @@ def exit_code(outcome: Outcome, *, check: bool = False) -> Exit:
     failed = [failure for failure in fatal if failure.kind == "failed"]
     refused = [failure for failure in failed if failure.role == PREFLIGHT_ROLE]
     gates = [failure for failure in failed if failure.task.startswith(GATE_PREFIX)]
-    locks = [failure for failure in failed if failure.task.startswith(LOCK_PREFIX)]
+    locks = [
+        failure
+        for failure in failed
+        if (failure.is_lock or failure.refused) and failure not in (*refused, *gates)
+    ]
     if not outcome.hosts:
         return Exit.INTERNAL
     if len(failed) > len(refused) + len(gates) + len(locks) or (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bringup import runs
 from bringup.errors import Exit, Problem
-from bringup.events import LOCK_PREFIX, HostOutcome
+from bringup.events import HostOutcome
 from bringup.progress import elapsed
 from bringup.runs import RunRecord
 
@@ -126,13 +126,11 @@ def state_of(name: str, host: HostOutcome, record: RunRecord) -> str:
     if host.unreachable:
         return "unreachable"
     if host.failed:
-        tasks = [one.task for one in record.failures if one.host == name and one.kind == "failed"]
-        if tasks and all(task.startswith(LOCK_PREFIX) for task in tasks):
+        mine = [one for one in record.failures if one.host == name and one.kind == "failed"]
+        if mine and all(one.is_lock for one in mine):
             return "locked"
-        roles = {
-            failure.role for failure in record.failures if failure.host == name and failure.kind == "failed"
-        }
-        return "refused" if roles == {"preflight"} else "failed"
+        said_no = mine and all(one.refused or one.role == "preflight" for one in mine)
+        return "refused" if said_no else "failed"
     if host.changed:
         return "pending" if record.arguments.get("check") else "changed"
     return "sealed" if host.sealed and not host.roles else "done"
@@ -205,22 +203,50 @@ def next_steps(record: RunRecord) -> list[str]:
     where = f"--inventory {record.arguments.get('inventory') or record.inventory}"
     bad = [name for name, host in record.hosts.items() if host.failed or host.unreachable]
     limit = f" --limit {','.join(bad)}" if bad and len(bad) < len(record.hosts) else ""
-    again = f"{command_of(record)} {where}{limit}"
+    roles = _roles_of(record)
+    again = f"{command_of(record)} {where}{roles}{limit}"
     code = Exit(record.exit_code) if record.exit_code is not None else Exit.INTERNAL
+    is_undo = record.arguments.get("playbook") == "undo"
     if code is Exit.DONE:
-        return [f"invoke status {where}"] if record.changed else []
+        # After an undo there may be no server left to look at.
+        after = (
+            f"invoke provision {where}{_limit_of(record)} brings it again"
+            if is_undo
+            else f"invoke status {where}"
+        )
+        return [after] if record.changed else []
     if code is Exit.PENDING:
-        return [f"{command_of(record)} {where}, without --check, makes it so"]
-    again_all = f"{command_of(record)} {where} --resume {record.id}"
+        return [f"{command_of(record)} {where}{roles}, without --check, makes it so"]
+    again_all = f"{command_of(record)} {where}{roles} --resume {record.id}"
+    held = any(one.is_lock for one in record.failures)
     steps = {
         Exit.REFUSED: f"mend what is named above, then {again}",
         Exit.UNREACHABLE: f"invoke status {where}{limit} shows who answers; then {again}",
-        Exit.FAILED: f"invoke logs {where}{limit}, then {again}",
+        Exit.FAILED: f"mend what is named above, then {again}"
+        if is_undo
+        else f"invoke logs {where}{limit}, then {again}",
         Exit.GATE: f"invoke history show {record.id}",
-        Exit.LOCKED: f"wait for who holds it, then {again}",
-        Exit.INTERRUPTED: f"{again_all} (hosts that are done are left out)",
+        Exit.LOCKED: f"wait for who holds it, then {again}"
+        if held
+        else f"do what is said above, then {again}",
+        Exit.INTERRUPTED: again if is_undo else f"{again_all} (hosts that are done are left out)",
     }
     return [steps.get(code, f"invoke history show {record.id}"), *_undo(record, where, bad)]
+
+
+def _roles_of(record: RunRecord) -> str:
+    """The options that name the roles of a run, so that a command that is offered does not do more than was asked."""
+    tags = str(record.arguments.get("tags") or "")
+    if not tags:
+        return ""
+    if record.arguments.get("playbook") == "undo":
+        return "".join(f" --role {role}" for role in tags.split(","))
+    return f" --tags {tags}"
+
+
+def _limit_of(record: RunRecord) -> str:
+    limit = record.arguments.get("limit")
+    return f" --limit {limit}" if limit else ""
 
 
 def _undo(record: RunRecord, where: str, bad: Sequence[str]) -> list[str]:

@@ -41,6 +41,10 @@ class DriverFailed(Exception):
     """Why the driver is not as wanted, and what to do."""
 
 
+class DriverRefused(DriverFailed):
+    """The node serves, and nothing was changed."""
+
+
 @dataclass(frozen=True)
 class Now:
     """What a node has: versions of the running module and of the packages ("" for none).
@@ -487,7 +491,7 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     busy = serving(given["services"], gpus) if change or reboot_reasons(wish, now) else []
     if change and busy and given["while_serving"] != "drain":
         have = now.packaged or now.running or "none"
-        raise DriverFailed(refusal(busy, f"driver {wanted_version(wish, now)} in place of {have}"))
+        raise DriverRefused(refusal(busy, f"driver {wanted_version(wish, now)} in place of {have}"))
     if change and now.running and not now.packaged:
         raise DriverFailed(
             f"driver {now.running} did not come from packages. Remove it with nvidia-uninstall, or leave "
@@ -666,7 +670,7 @@ def guard(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     """Before a reboot or an undo: a node that serves is drained when asked for, else refused."""
     busy = serving(given["services"], int(given["gpus"]))
     if busy and given["while_serving"] != "drain":
-        raise DriverFailed(refusal(busy, "what was asked for"))
+        raise DriverRefused(refusal(busy, "what was asked for"))
     done = [] if check_only else drain(given["services"])
     still = [] if check_only else serving(given["services"], int(given["gpus"]))
     if still:

@@ -45,6 +45,10 @@ class ResetFailed(Exception):
     """Why the GPUs were not reset, or are not well after it, and what to do."""
 
 
+class ResetRefused(ResetFailed):
+    """Somebody has a GPU open, and nothing was touched."""
+
+
 def running(names: Iterable[str]) -> list[str]:
     """Those of the units that are up, in the order of `names`."""
     return [name for name in names if units.show(name).get("ActiveState") in ("active", "activating")]
@@ -87,7 +91,7 @@ def reset(expected: int, limit_s: float, check_only: bool) -> dict[str, Any]:
     stopped = running(DOWN)
     open_now = holders(stopped)
     if open_now:
-        raise ResetFailed(
+        raise ResetRefused(
             f"GPUs are in use, so nothing was touched: {', '.join(open_now[:6])}. Stop those first (servers: "
             "`invoke run stop-servers`; what crashed servers left: `invoke run clean-up-leftovers`)."
         )

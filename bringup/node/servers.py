@@ -26,10 +26,16 @@ UNITS = Path("/etc/systemd/system")
 LEASE = Path("/etc/bringup/lease.json")
 LOOK_LIMIT_S = 60.0
 MARGIN_S = 240.0
+RESTART_REFUSED = 8
+"""How `restart.py` ends when nothing was done."""
 
 
 class ServersFailed(Exception):
-    """What did not come up, one line a server."""
+    """What did not come up, one line a server. `refused`: each restart said no, and all servers are as they were."""
+
+    def __init__(self, text: str, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
 
 
 def run(words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
@@ -116,6 +122,7 @@ def restart(service: Mapping[str, Any]) -> dict[str, Any]:
     ServersFailed.
     """
     since, began, program = time.monotonic(), time.time(), LIBRARY / "restart.py"
+    refused = False
     if not program.exists():
         unit = f"{service['unit']}.service"
         run(["systemctl", "reset-failed", unit], LOOK_LIMIT_S)
@@ -126,12 +133,13 @@ def restart(service: Mapping[str, Any]) -> dict[str, Any]:
         limit = longest(service) * 2 + float(service["drain_s"])
         wait = ["--wait-s", str(int(longest(service)))]
         code, out, err = run([PYTHON, "-s", str(program), service["name"], *options, *wait], limit)
+        refused = code == RESTART_REFUSED
         try:
             why = "" if code == 0 else str(json.loads(out)["why"])
         except (ValueError, KeyError):
             why = err.strip() or f"exit {code}"
     if why:
-        raise ServersFailed(f"{service['name']} was not restarted: {why}")
+        raise ServersFailed(f"{service['name']} was not restarted: {why}", refused)
     return started(service, since)
 
 
@@ -147,7 +155,7 @@ def apply(
     """
     starts: list[dict[str, Any]] = []
     due: list[str] = []
-    failed: list[str] = []
+    failed: list[ServersFailed] = []
     todo: list[str] = []
     for old in surplus(services):
         todo.append(f"retire {old['unit']}: it is planned no more")
@@ -168,7 +176,7 @@ def apply(
             if mode == "now" and not check_only:
                 _try(restart, service, starts, failed)
     if failed:
-        raise ServersFailed("\n".join(failed))
+        raise ServersFailed("\n".join(map(str, failed)), all(one.refused for one in failed))
     if not check_only:
         seal.claim(_claims(services))
     diff = {"before": "", "after": "\n".join(todo) + "\n"} if todo else {}
@@ -231,9 +239,9 @@ def _try(
     act: Callable[[Mapping[str, Any]], dict[str, Any]],
     service: Mapping[str, Any],
     starts: list[dict[str, Any]],
-    failed: list[str],
+    failed: list[ServersFailed],
 ) -> None:
     try:
         starts.append(act(service))
     except ServersFailed as error:
-        failed.append(str(error))
+        failed.append(error)

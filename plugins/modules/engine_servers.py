@@ -103,7 +103,7 @@ def main() -> None:
             given["services"], given["restart"], given["changed_paths"], module.check_mode
         )
     except servers.ServersFailed as error:
-        module.fail_json(msg=str(error))
+        module.fail_json(msg=str(error), bringup_refused=error.refused)
     module.exit_json(**outcome)
 
 

@@ -51,7 +51,7 @@ def main() -> None:
     try:
         outcome = gpureset.reset(given["gpus"], given["limit_s"], module.check_mode)
     except (gpureset.ResetFailed, OSError) as error:
-        module.fail_json(msg=str(error))
+        module.fail_json(msg=str(error), bringup_refused=isinstance(error, gpureset.ResetRefused))
     module.exit_json(**outcome)
 
 

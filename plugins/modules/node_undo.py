@@ -101,7 +101,7 @@ def main() -> None:
             journal.break_seals()
         module.exit_json(changed=False, done=[], kept=[])
     if why := obstacle(given, module.check_mode):
-        module.fail_json(msg=why)
+        module.fail_json(msg=why, bringup_refused=True)
     if given["look"]:
         module.exit_json(changed=False, done=[], kept=[])
     try:

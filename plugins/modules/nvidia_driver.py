@@ -114,7 +114,7 @@ def main() -> None:
         units.UnitsFailed,
         OSError,
     ) as error:
-        module.fail_json(msg=str(error))
+        module.fail_json(msg=str(error), bringup_refused=isinstance(error, driver.DriverRefused))
     module.exit_json(**outcome)
 
 

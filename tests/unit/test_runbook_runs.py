@@ -10,7 +10,7 @@ import pytest
 
 from bringup import events, report, runbooks, runindex, runs
 from bringup.errors import Exit, UsageError
-from bringup.events import Failure, HostOutcome, Outcome
+from bringup.events import Change, Failure, HostOutcome, Outcome
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,46 @@ def test_only_a_held_node_is_locked_and_any_other_failure_outweighs_it() -> None
     assert events.exit_code(Outcome(hosts=hosts, failures=(lock,))) is Exit.LOCKED
     other = Failure("two", "files", "Write", "no")
     assert events.exit_code(Outcome(hosts=hosts, failures=(lock, other))) is Exit.FAILED
+
+
+def test_what_says_no_before_it_changes_anything_is_a_refusal_and_no_failure() -> None:
+    tally = events.Tally()
+    no = {"msg": "this node serves", "bringup_refused": True}
+    tally.feed({"event": "runner_on_failed", "event_data": {"host": "one", "task": "Undo", "res": no}})
+    assert events.exit_code(tally.outcome()) is Exit.LOCKED
+    asserted = {"host": "two", "task": "Refuse a node without GPUs", "res": {"msg": "no"}}
+    tally.feed({"event": "runner_on_failed", "event_data": asserted})
+    outcome = tally.outcome()
+    assert ([failure.refused for failure in outcome.failures], events.exit_code(outcome)) == (
+        [True, True],
+        Exit.LOCKED,
+    )
+    tally.feed(
+        {"event": "runner_on_failed", "event_data": {"host": "three", "task": "x", "res": {"msg": "no"}}}
+    )
+    assert events.exit_code(tally.outcome()) is Exit.FAILED, "a failure outweighs it"
+
+
+def test_a_run_says_the_next_step_that_its_kind_has(tmp_path: Path) -> None:
+    def steps(playbook: str, code: Exit, outcome: Outcome, **arguments: object) -> list[str]:
+        given = {"inventory": "lab", "playbook": playbook, **arguments}
+        begun = runs.begin(playbook, "lab", given, folder=tmp_path)
+        return report.next_steps(runs.finish(begun, code, outcome, folder=tmp_path))
+
+    changed = Outcome(hosts={"one": HostOutcome(changed=1)}, changes=(Change("one", "r", "t"),))
+    assert steps("provision", Exit.DONE, changed) == ["invoke status --inventory lab"]
+    assert steps("undo", Exit.DONE, changed, limit="one") == [
+        "invoke provision --inventory lab --limit one brings it again"
+    ]
+    refusal = Failure("one", "log_rotation", "Undo", "engine_service stands on it", refused=True)
+    refused = Outcome(hosts={"one": HostOutcome(failed=1)}, failures=(refusal,))
+    assert steps("undo", Exit.LOCKED, refused, tags="log_rotation,engine_env") == [
+        "do what is said above, then invoke undo --inventory lab --role log_rotation --role engine_env"
+    ]
+    locked = Outcome(
+        hosts={"one": HostOutcome(failed=1)}, failures=(Failure("one", "", "Lock: hold", "ann"),)
+    )
+    assert steps("undo", Exit.LOCKED, locked)[0].startswith("wait for who holds it")
 
 
 def test_a_killed_run_knows_its_finished_hosts_from_its_events(tmp_path: Path) -> None:
