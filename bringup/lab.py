@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -199,6 +199,13 @@ def known_hosts_line(name: str, host: str, port: int, key: str) -> str:
     """One known_hosts line: both names of a node and its key (`ssh-ed25519 AAAA...`, without comment)."""
     place = host if port == 22 else f"[{host}]:{port}"
     return f"{name},{place} {' '.join(key.split()[:2])}"
+
+
+def known_hosts(before: str, mine: Mapping[str, str], others: Collection[str]) -> dict[str, str]:
+    """Lines by name: `mine`, and those that a file had (`before`, as `known_hosts_line` writes them) of `others`."""
+    rows = ((line.partition(",")[0], line) for line in before.splitlines() if "," in line)
+    kept = {name: line for name, line in rows if name in others}
+    return dict(sorted({**kept, **mine}.items()))
 
 
 def ssh_config(nodes: Sequence[tuple[str, str, str, int]], folder: Path) -> str:
@@ -1021,7 +1028,10 @@ def _wait_for_ssh(name: str) -> None:
 
 
 def _write_ssh_files(engine: Engine) -> None:
-    """`.lab/known_hosts` and `.lab/ssh_config` for every running node; the engine tells the keys."""
+    """`.lab/known_hosts` and `.lab/ssh_config` for every running node; the engine tells the keys.
+
+    Two checkouts may share one lab's folder: what is known of the other's nodes stays.
+    """
     running = [node.name for node in nodes(engine) if node.running]
     with ThreadPoolExecutor(STARTS_AT_ONCE) as pool:
         keys = list(
@@ -1029,11 +1039,21 @@ def _write_ssh_files(engine: Engine) -> None:
                 lambda name: engine.run("exec", name, "cat", "/etc/ssh/ssh_host_ed25519_key.pub"), running
             )
         )
-    lines = [known_hosts_line(name, *address(name), key) for name, key in zip(running, keys, strict=True)]
-    _write(LAB / "known_hosts", "".join(f"{line}\n" for line in lines))
-    _write(
-        LAB / "ssh_config", ssh_config([(name, address_of(name), *address(name)) for name in running], LAB)
-    )
+    mine = {
+        name: known_hosts_line(name, *address(name), key) for name, key in zip(running, keys, strict=True)
+    }
+    path = LAB / "known_hosts"
+    lines = known_hosts(path.read_text(encoding="utf-8") if path.exists() else "", mine, _others(engine))
+    _write(path, "".join(f"{line}\n" for line in lines.values()))
+    _write(LAB / "ssh_config", ssh_config([(name, address_of(name), *address(name)) for name in lines], LAB))
+
+
+def _others(engine: Engine) -> set[str]:
+    """Names of running nodes that other checkouts have on this engine."""
+    shape = f'{{{{.Names}}}}\t{{{{.Label "{CHECKOUT_LABEL}"}}}}'
+    listed = engine.run("ps", "--filter", f"label={LABEL}", "--format", shape)
+    rows = (line.partition("\t") for line in listed.splitlines() if line)
+    return {name for name, _, checkout in rows if checkout != str(ROOT)}
 
 
 def down(

@@ -114,6 +114,12 @@ def test_a_known_hosts_line_has_both_names_and_no_comment(port: int, expected: s
     assert lab.known_hosts_line("lab-01", "198.18.5.11", port, "ssh-ed25519 AAAA root@lab-01") == expected
 
 
+def test_a_checkout_that_shares_the_labs_folder_keeps_what_is_known_of_the_others_nodes() -> None:
+    before = "lab-01,198.18.5.11 old\nbench-01,198.18.5.101 theirs\ntwin-09,198.18.5.149 gone\n\n# no line\n"
+    lines = lab.known_hosts(before, {"lab-01": "lab-01,198.18.5.11 new"}, {"bench-01", "e2e-01"})
+    assert lines == {"bench-01": "bench-01,198.18.5.101 theirs", "lab-01": "lab-01,198.18.5.11 new"}
+
+
 def test_the_ssh_config_reaches_a_node_by_name_and_address_and_checks_its_key() -> None:
     text = lab.ssh_config([("lab-01", "198.18.5.11", "127.0.0.1", 2211)], Path("/a b"))
     assert "Host lab-01 198.18.5.11\n  HostName 127.0.0.1\n  Port 2211\n" in text
