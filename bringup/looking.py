@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import threading
@@ -304,6 +305,43 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[
     for row in rows:
         groups.setdefault((row["code"], row["out"], row["err"]), ([], row))[0].append(row["host"])
     return list(groups.values())
+
+
+SHORT_LIST = 4
+"""So many hosts are all named; of more, runs of numbers are drawn together."""
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+_TERMINAL = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+"""Colours, titles, cursor movements and other control characters: a node must not write on our terminal."""
+
+
+def named(hosts: Sequence[str]) -> str:
+    """Hosts for a heading: `a, b`; of many `h20-01..h20-11, h20-14 (12 hosts)`."""
+    if len(hosts) <= SHORT_LIST:
+        return ", ".join(hosts)
+    runs: list[tuple[str, str]] = []
+    for host in hosts:
+        if runs and host == _next(runs[-1][1]):
+            runs[-1] = (runs[-1][0], host)
+        else:
+            runs.append((host, host))
+    names = [first if first == last else f"{first}..{last}" for first, last in runs]
+    return f"{', '.join(names)} ({len(hosts)} hosts)"
+
+
+def _next(host: str) -> str | None:
+    """The name with the next number: `h20-09` -> `h20-10`."""
+    match = _NUMBERED.fullmatch(host)
+    return f"{match[1]}{int(match[2]) + 1:0{len(match[2])}}" if match else None
+
+
+def plain_lines(text: str) -> list[str]:
+    """Lines of a command's output without what steers a terminal; of a line that was written over, the last state."""
+    rows = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    lines = [_TERMINAL.sub("", row).expandtabs() for row in rows]
+    return lines[:-1] if lines[-1] == "" else lines
 
 
 def watch(chosen: Sequence[Target]) -> Iterator[list[dict[str, Any]]]:

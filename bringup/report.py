@@ -652,9 +652,11 @@ def show_nodes(nodes: Sequence[Node], *, as_json: bool = False) -> None:
 
 
 def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> Exit:
-    """What a command said, hosts that said the same together; UNREACHABLE when a host was not reached, else FAILED
-    when the command failed somewhere.
+    """What a command said, hosts that said the same together, lines of its stderr marked; UNREACHABLE when a host was
+    not reached, else FAILED when the command failed somewhere.
     """
+    from rich.text import Text
+
     from bringup import looking
 
     if as_json:
@@ -664,9 +666,12 @@ def show_executed(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -
         for hosts, row in looking.grouped(rows):
             ended = f"  (exit {row['code']})" if row["reached"] else "  (not reached)"
             ended = "" if row["code"] == 0 else ended
-            out.print(f"{', '.join(hosts)}{ended}", style="bold" if not ended else "bold red", markup=False)
-            for line in (row["out"] + row["err"]).splitlines():
-                out.print(f"    {line}", markup=False)
+            out.print(Text(f"{looking.named(hosts)}{ended}", "bold red" if ended else "bold"), soft_wrap=True)
+            said = [("    ", line, "") for line in looking.plain_lines(row["out"])]
+            said += [("  ! ", line, "yellow") for line in looking.plain_lines(row["err"])]
+            # Lines stay whole: what a command prints is copied, and a terminal breaks them by itself.
+            for mark, line, style in said or [("    ", "(nothing)", "dim")]:
+                out.print(Text(f"{mark}{line}", style), soft_wrap=True)
     if not all(row["reached"] for row in rows):
         return Exit.UNREACHABLE
     return Exit.FAILED if any(row["code"] for row in rows) else Exit.DONE

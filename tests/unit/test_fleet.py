@@ -136,6 +136,35 @@ def test_a_command_that_takes_too_long_is_given_up() -> None:
     assert remote.run(HERE, "sleep 20", limit_s=0.3).code == 124
 
 
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (["a"], "a"),
+        (["h20-01", "h20-02", "b"], "h20-01, h20-02, b"),
+        ([f"h20-{n:02}" for n in (*range(8, 13), 14)], "h20-08..h20-12, h20-14 (6 hosts)"),
+        (["n8", "n9", "n10", "m11", "n11"], "n8..n10, m11, n11 (5 hosts)"),
+        (["10.0.0.9", "10.0.0.10", "x", "y", "z"], "10.0.0.9..10.0.0.10, x, y, z (5 hosts)"),
+    ],
+)
+def test_hosts_that_said_the_same_are_named_briefly(hosts: list[str], said: str) -> None:
+    assert looking.named(hosts) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("one\n\ntwo\n", ["one", "", "two"]),
+        ("no end", ["no end"]),
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07[bold]x[/] \x1b[2Jü\x00\n", ["red [bold]x[/] ü"]),
+        ("10 %\r50 %\rdone\nnext\r\n", ["done", "next"]),
+        ("a\tb\n", ["a       b"]),
+    ],
+)
+def test_what_a_node_says_steers_no_terminal(text: str, lines: list[str]) -> None:
+    assert looking.plain_lines(text) == lines
+
+
 def test_looking_at_many_hosts_keeps_their_order_and_their_failures_apart() -> None:
     hosts = [Host(str(number), "x") for number in range(6)]
 

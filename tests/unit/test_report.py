@@ -197,6 +197,28 @@ def test_scripts_agree_beforehand_and_nobody_is_asked() -> None:
     assert asked == []
 
 
+def test_what_a_command_said_is_shown_once_whole_and_marked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    same = {"reached": True, "code": 0, "out": "x" * 90 + "\n", "err": "old\n"}
+    rows = [{"host": f"n-{n:02}", **same} for n in range(1, 7)]
+    rows += [{"host": "n-07", "reached": True, "code": 3, "out": "", "err": ""}]
+    rows += [{"host": "n-08", "reached": False, "code": 255, "out": "", "err": "nothing listens"}]
+    assert report.show_executed(rows) is Exit.UNREACHABLE
+    assert capsys.readouterr().out.splitlines() == [
+        "n-01..n-06 (6 hosts)",
+        "    " + "x" * 90,
+        "  ! old",
+        "n-07  (exit 3)",
+        "    (nothing)",
+        "n-08  (not reached)",
+        "  ! nothing listens",
+    ]
+    assert report.show_executed(rows[:-1]) is Exit.FAILED
+    assert report.show_executed(rows[:-2]) is Exit.DONE
+
+
 def test_a_warning_of_a_start_that_counts_stands_below_its_server() -> None:
     row = {"host": "gpu-01", "service": "chat", "state": "active", "healthy": True}
     out = io.StringIO()
