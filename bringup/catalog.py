@@ -267,8 +267,9 @@ class Environment(Entry):
 
 
 class Compiles(Entry):
-    """The engine compiles at run time. `links`: libraries that what it compiles is linked with."""
+    """The engine compiles at run time: in which languages, and libraries that what it compiles is linked with."""
 
+    languages: tuple[Literal["c", "c++"], ...] = Field(default=("c",), min_length=1)
     links: tuple[Literal["cuda"], ...] = ()
 
 

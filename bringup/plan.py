@@ -526,7 +526,8 @@ def _service(
         cache_folder=cache,
         context_tokens=_context(part),
         memory_gib=profile.limits.memory_gib,
-        links=engine.compiles.links if engine.compiles else None,
+        compiles=engine.compiles.languages if engine.compiles else (),
+        links=engine.compiles.links if engine.compiles else (),
         drafts=_drafts(part),
         drafting=_drafting(one, profile),
     )

@@ -206,7 +206,7 @@ class Service:
     `log_markers`: phase name -> regular expression found in the engine's log when the phase ends.
     `metrics_names`: our name (running, waiting, generation_tokens_total, ...) -> the engine's metric name.
     `drafts`: whether it speculates, with the model's own layer or otherwise.
-    `links`: libraries that what the engine compiles at run time is linked with (None: it compiles nothing).
+    `compiles`: languages that the engine compiles at run time, `links`: libraries that it links what it compiles with.
     """
 
     name: str
@@ -238,7 +238,8 @@ class Service:
     cache_folder: str = ""
     context_tokens: int | None = None
     memory_gib: float | None = None
-    links: tuple[str, ...] | None = None
+    compiles: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     drafts: Literal["", "mtp", "other"] = ""
     drafting: Drafting = Drafting()
     is_stand_in: bool = False

@@ -36,7 +36,7 @@ TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 """What the toolkit calls each architecture of a server (https://docs.nvidia.com/cuda/sbsa-installation-guide/)."""
 
 TOOLKITS = ("/usr/local/cuda", "/usr/local/cuda-*")
-COMPILER_FILES = ("/usr/bin/cc", "/usr/lib/gcc/*/*/libgcc.a", "/usr/lib/*/Scrt1.o")
+COMPILER_FILES = ("/usr/bin/cc", "/usr/bin/c++", "/usr/lib/gcc/*/*/libgcc.a", "/usr/lib/*/Scrt1.o")
 """What a compiler and the programs that it makes begin with: when one comes or goes, it is tried again."""
 
 SMOKE_LIMIT_S = 180
@@ -388,9 +388,12 @@ def bring_compiler(
 ) -> list[str]:
     """Installs packages of a compiler where a service needs the node's own and that makes no program: those that are
     not there, else again those whose files are gone; what was done. Raises PackagesFailed."""
-    if not names or not any(row["compiles"] and not row["compiler"] for row in services):
+    own = [
+        language for row in services for language in row["languages"] if not row["compilers"].get(language)
+    ]
+    if not names or not own:
         return []
-    found = linking.tried(linking.compiler(root), (), (), run)
+    found = linking.tried_all({"languages": dict.fromkeys(own)}, (), run, root, ())
     have = packages.versions()
     if found["links"] or not have:
         return []
@@ -414,12 +417,11 @@ def linked(
     system = parse_os_release(read("/etc/os-release"))
     given = [folder for folder in variables.get("LIBRARY_PATH", "").split(":") if folder]
     for row in services:
-        if not row["compiles"]:
+        if not row["languages"]:
             continue
-        compiler = linking.compiler(root, row["compiler"])
-        libraries_of = row["links"] if has_driver else ()
-        found = linking.tried(compiler, libraries_of, row["folders"] or given, run)
-        trouble = linking.trouble({"services": [row["name"]], "wish": row["compiler"], **found}, system)
+        where = row["folders"] or given
+        found = linking.tried_all(row, where, run, root, row["links"] if has_driver else ())
+        trouble = linking.trouble({"services": [row["name"]], **found}, system)
         if trouble:
             yield trouble
 
@@ -454,8 +456,9 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
     """The compiler, links, the servers' environment, a link with it, and a smoke check.
 
     Gives {changed, changed_paths, done, toolkit, toolkit_version, links, smoke, timed, problems, diff}. `given`:
-    services (name, drop_in, environment_file, keeps: variables that the plan sets itself, compiles,
-    links, compiler and folders: the profile's own), homes, packages (of the compiler), expected, check_gpus, bandwidth.
+    services (name, drop_in, environment_file, keeps: variables that the plan sets itself, languages that it compiles,
+    links: libraries, compilers and folders: the profile's own), homes, packages (of the compiler), expected,
+    check_gpus, bandwidth.
     Raises PlaceFailed, PackagesFailed, OSError.
     """
     installed = bring_compiler(given["services"], given["packages"], check_only)
@@ -484,7 +487,7 @@ def apply(given: Mapping[str, Any], check_only: bool) -> dict[str, Any]:
             entries += [{"path": path, "state": "absent"} for path in (part, file)]
     placed = place.apply(entries, check_only, ROLE)
     if not check_only:
-        compiles = any(row["compiles"] for row in given["services"])
+        compiles = any(row["languages"] for row in given["services"])
         seal.claim(_basis(toolkit.home if toolkit else "", given["homes"], compiles))
     has_driver = f"{DRIVER}.1" in libraries.loaded()
     has_gpus = bool(sorted(Path("/dev").glob("nvidia[0-9]*"))) and has_driver

@@ -1,4 +1,4 @@
-"""Can what an engine compiles at run time be linked on this node? One line of C, given to the node's own compiler.
+"""Can what an engine compiles at run time be linked on this node? One line, given to the node's own compiler.
 
 Triton, FlashInfer and their like make small shared libraries when a server starts, and link them with the driver's
 library. A file that is there proves nothing (a C library cut to what runs has no start files), so it is tried. What is
@@ -19,11 +19,35 @@ LIMIT_S = 20
 """Seconds that one link may take, its whole process group: it takes 0.1 s, and a hanging file system for ever."""
 
 GRACE_S = 2
-SOURCE = "#include <stdlib.h>\nint main(void) { return EXIT_SUCCESS; }\n"
+
+
+class Language(NamedTuple):
+    """A language that engines compile: its name, what its compiler may be called, and a program of one line."""
+
+    name: str
+    compilers: tuple[str, ...]
+    file: str
+    source: str
+
+
+LANGUAGES: Mapping[str, Language] = {
+    "c": Language(
+        "C",
+        ("cc", "gcc", "clang"),
+        "one.c",
+        "#include <stdlib.h>\nint main(void) { return EXIT_SUCCESS; }\n",
+    ),
+    "c++": Language(
+        "C++",
+        ("c++", "g++", "clang++"),
+        "one.cc",
+        "#include <new>\nint main() { return *new int(0); }\n",
+    ),
+}
+
 LENIENT = ("-Wl,--unresolved-symbols=ignore-all", "-Wl,--no-as-needed")
 """A stub or a driver's library needs symbols that are of no interest here: is it found?"""
 
-COMPILERS = ("cc", "gcc", "clang")
 PLACES = ("usr/local/bin", "usr/bin")
 FOLDERS = (
     "opt/bringup/cuda/lib",
@@ -35,11 +59,12 @@ SAID = 300
 TELLING = re.compile(r"cannot find|cannot open|unable to|not found|error|No such file|No space|denied", re.I)
 
 
-def compiler(root: Path, wish: str = "") -> str | None:
-    """The C compiler that programs find (`wish`: the one of CC), None without one."""
+def compiler(root: Path, wish: str = "", language: str = "c") -> str | None:
+    """The compiler that programs find (`wish`: the one of CC or CXX), None without one."""
     if wish.startswith("/"):
         return wish if (root / wish.lstrip("/")).exists() else None
-    names = [f"{place}/{name}" for name in ((wish,) if wish else COMPILERS) for place in PLACES]
+    known = (wish,) if wish else LANGUAGES[language].compilers
+    names = [f"{place}/{name}" for name in known for place in PLACES]
     return next((f"/{name}" for name in names if (root / name).exists()), None)
 
 
@@ -53,13 +78,16 @@ def folders(root: Path) -> list[str]:
     return list(kept.values())
 
 
-def link(compiler: str, libraries: Iterable[str], where: Iterable[str], runner: Runner) -> tuple[int, str]:
-    """Exit code and words of the compiler for SOURCE with `-l` each library, looked for in `where` too; 124: LIMIT_S
-    were over."""
+def link(
+    compiler: str, libraries: Iterable[str], where: Iterable[str], runner: Runner, language: str = "c"
+) -> tuple[int, str]:
+    """Exit code and words of the compiler for a program of one line with `-l` each library, looked for in `where` too;
+    124: LIMIT_S were over."""
+    program = LANGUAGES[language]
     with tempfile.TemporaryDirectory(prefix="bringup-link-") as made:
-        source = Path(made, "one.c")
+        source = Path(made, program.file)
         try:
-            source.write_text(SOURCE, encoding="utf-8")
+            source.write_text(program.source, encoding="utf-8")
         except OSError as error:
             return 1, f"{made}: {error.strerror}"
         argv = ["timeout", f"--kill-after={GRACE_S}", str(LIMIT_S), "env", "--unset=LIBRARY_PATH"]
@@ -69,25 +97,53 @@ def link(compiler: str, libraries: Iterable[str], where: Iterable[str], runner: 
 
 
 def tried(
-    compiler: str | None, libraries: Sequence[str], where: Sequence[str], runner: Runner
+    compiler: str | None,
+    libraries: Sequence[str],
+    where: Sequence[str],
+    runner: Runner,
+    language: str = "c",
 ) -> dict[str, Any]:
-    """What came of it: `compiler`, `links` (can it make a program at all? None: there is no compiler), `lost`
-    (libraries that cannot be linked), `said` (the telling words of a failure), `version` (of one that failed)."""
-    found: dict[str, Any] = {"compiler": compiler, "links": None, "lost": [], "said": "", "version": ""}
+    """What came of it: `language` (its name), `compiler`, `links` (can it make a program at all? None: there is no
+    compiler), `lost` (libraries that cannot be linked), `said` (the telling words of a failure), `version` (of one
+    that failed)."""
+    found: dict[str, Any] = {
+        "language": LANGUAGES[language].name,
+        "compiler": compiler,
+        "links": None,
+        "lost": [],
+        "said": "",
+        "version": "",
+    }
     if compiler is None:
         return found
-    code, said = link(compiler, libraries, where, runner)
+    code, said = link(compiler, libraries, where, runner, language)
     if code == 0:
         return {**found, "links": True}
     if libraries:
-        bare, words = link(compiler, (), where, runner)
+        bare, words = link(compiler, (), where, runner, language)
         if bare == 0:
-            lost = [name for name in libraries if link(compiler, (name,), where, runner)[0] != 0]
+            lost = [name for name in libraries if link(compiler, (name,), where, runner, language)[0] != 0]
             return {**found, "links": True, "lost": lost or list(libraries), "said": telling(code, said)}
         code, said = bare, words
     version = runner([compiler, "-dumpversion"], LIMIT_S)[1].strip().partition(".")[0]
     found["version"] = version if version.isdecimal() else ""
     return {**found, "links": False, "said": telling(code, said)}
+
+
+def tried_all(
+    row: Mapping[str, Any], where: Sequence[str], runner: Runner, root: Path, libraries: Sequence[str]
+) -> dict[str, Any]:
+    """`tried` for the languages of a row, up to the first that makes no program: that one's outcome, else the first
+    language's, which has the libraries. `wish`: the compiler that the profile names."""
+    found: list[dict[str, Any]] = []
+    for number, language in enumerate(row["languages"]):
+        wish = str((row.get("compilers") or {}).get(language, ""))
+        own = compiler(root, wish, language)
+        outcome = tried(own, () if number else libraries, where, runner, language)
+        found.append({"wish": wish, **outcome})
+        if not outcome["links"]:
+            return found[-1]
+    return found[0]
 
 
 def telling(code: int, said: str) -> str:
@@ -101,13 +157,14 @@ def telling(code: int, said: str) -> str:
 
 
 def gather(rows: Iterable[Mapping[str, Any]], runner: Runner, root: Path) -> list[dict[str, Any]]:
-    """`tried` for each row: `services` (names), `libraries`, `compiler` (the profile's CC, "" for the node's) and
-    `folders` (the profile's own LIBRARY_PATH, [] for what role cuda_runtime gives)."""
+    """`tried_all` for each row: `services` (names), `languages`, `libraries`, `compilers` (language -> the profile's
+    CC or CXX, "" for the node's) and `folders` (the profile's own LIBRARY_PATH, [] for what role cuda_runtime
+    gives)."""
     found = []
     for row in rows:
         where = list(row.get("folders") or ()) or folders(root)
-        outcome = tried(compiler(root, row.get("compiler") or ""), list(row["libraries"]), where, runner)
-        found.append({"services": list(row["services"]), "wish": row.get("compiler") or "", **outcome})
+        outcome = tried_all(row, where, runner, root, list(row["libraries"]))
+        found.append({"services": list(row["services"]), **outcome})
     return found
 
 
@@ -124,6 +181,12 @@ PARTS: tuple[tuple[str, str, tuple[str, str]], ...] = (
         "the compiler's own library (libgcc)",
         ("libgcc-{version}-dev", "gcc"),
     ),
+    (
+        r"-lstdc\+\+|error: new: No such",
+        "the C++ library's development files",
+        ("libstdc++-{version}-dev", "libstdc++-devel"),
+    ),
+    (r"\bcc1plus\b", "the compiler's inner program (cc1plus)", ("g++-{version}", "gcc-c++")),
     (r"\bcc1\b", "the compiler's inner program (cc1)", ("gcc-{version}", "gcc")),
     (
         r"(?:execute|exec|find|command:) .?(?:\S*/)?(?:ld|as|collect2)\b",
@@ -133,6 +196,12 @@ PARTS: tuple[tuple[str, str, tuple[str, str]], ...] = (
 )
 """What the words of a link that failed tell: pattern, what is missing, and its package, as Debian and its kin call it
 and as Red Hat, Fedora and SUSE do."""
+
+BASICS: Mapping[str, list[tuple[str, str]]] = {
+    "C": [("gcc", "gcc"), ("libc6-dev", "glibc-devel")],
+    "C++": [("g++", "gcc-c++")],
+}
+"""Packages that bring a compiler of a language, as PARTS names them."""
 
 NO_PACKAGE: tuple[tuple[str, str], ...] = (
     (r"No space left|Read-only", "df -h /tmp"),
@@ -176,13 +245,16 @@ def lost_packages(row: Mapping[str, Any]) -> list[str]:
 def trouble(row: Mapping[str, Any], system: Mapping[str, str]) -> Trouble | None:
     """What a row of `gather` means on a distribution (`id` and `like` of os-release); None when all is well."""
     who = f"what {' and '.join(row['services'])} compiles at its start fails"
-    basics = [("gcc", "gcc"), ("libc6-dev", "glibc-devel")]
+    language = row.get("language") or "C"
+    basics = BASICS[language]
     if row["compiler"] is None:
-        wish = f" {row['wish']}, as CC of the profile names it" if row["wish"] else ""
-        seen = f"no {', '.join(COMPILERS)} in {' and '.join(f'/{place}' for place in PLACES)}"
+        known = next(one.compilers for one in LANGUAGES.values() if one.name == language)
+        variable = "CXX" if language == "C++" else "CC"
+        wish = f" {row['wish']}, as {variable} of the profile names it" if row["wish"] else ""
+        seen = f"no {', '.join(known)} in {' and '.join(f'/{place}' for place in PLACES)}"
         return Trouble(
             "COMPILER_MISSING",
-            f"there is no C compiler{wish}: {who}",
+            f"there is no {language} compiler{wish}: {who}",
             f"{row['wish']} is not there" if row["wish"] else seen,
             install(system, basics, ""),
         )

@@ -8,6 +8,9 @@ from typing import Any
 from bringup import systemd
 from bringup.planned import Service
 
+COMPILER_VARIABLES: Mapping[str, str] = {"c": "CC", "c++": "CXX"}
+"""Language -> the variable by which a profile names its own compiler."""
+
 VERIFY = ["systemd-analyze", "verify", "--man=no", "%s"]
 
 
@@ -37,13 +40,13 @@ def drop_in(service: Service, name: str) -> str:
 
 
 def linking(service: Service) -> dict[str, Any]:
-    """What a service asks of a compiler at its start: whether anything, the libraries that it links, and what its
-    profile has of its own (CC, and LIBRARY_PATH as a list)."""
+    """What a service asks of a compiler at its start: languages (none: nothing), libraries that it links, and what its
+    profile has of its own (CC and CXX by language, and LIBRARY_PATH as a list)."""
     own = service.environment
     return {
-        "compiles": service.links is not None,
-        "links": list(service.links or ()),
-        "compiler": own.get("CC", ""),
+        "languages": list(service.compiles),
+        "links": list(service.links),
+        "compilers": {language: own[name] for language, name in COMPILER_VARIABLES.items() if name in own},
         "folders": [folder for folder in own.get("LIBRARY_PATH", "").split(":") if folder],
     }
 

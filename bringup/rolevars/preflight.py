@@ -132,9 +132,9 @@ def _linking(host: HostPlan) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for service in host.services:
         one = entries.linking(service)
-        if not (one["compiles"] and service.gpus):
+        if not (one["languages"] and service.gpus):
             continue
-        asked = {"libraries": one["links"], "compiler": one["compiler"], "folders": one["folders"]}
+        asked = {"libraries": one.pop("links"), **one}
         same = next((row for row in rows if {**row, "services": []} == {**asked, "services": []}), None)
         if same:
             same["services"].append(service.name)

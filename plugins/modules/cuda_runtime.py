@@ -15,7 +15,7 @@ description:
 options:
   services:
     description: Servers. C(name), C(drop_in), C(environment_file), C(keeps) (variables that are not touched), and
-      C(compiles), C(links) (libraries that it links at run time), C(compiler), C(folders) (of the profile itself).
+      C(languages) and C(links) (what it compiles and links at run time), C(compilers) and C(folders) of the profile.
     type: list
     elements: dict
     default: []

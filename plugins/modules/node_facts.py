@@ -64,7 +64,7 @@ options:
     elements: int
     default: []
   linking:
-    description: What must be linked at run time, rows of services, libraries, compiler and folders.
+    description: What must be linked at run time, rows of services, languages, libraries, compilers, folders.
     type: list
     elements: dict
     default: []

@@ -25,7 +25,7 @@ EXPECTED: Mapping[str, Any] = {
 
 def host(changes: Mapping[str, Mapping[str, Any]]) -> tuple[HostPlan, Plan]:
     """A host that serves one model on made-up GPUs."""
-    made = serving(["node"], {"gpus": [0, 1], "links": ("cuda",)})
+    made = serving(["node"], {"gpus": [0, 1], "compiles": ("c", "c++"), "links": ("cuda",)})
     expected = {**EXPECTED, **changes.get("expected", {})}
     site = {"sysctl": True, **changes.get("site", {})}
     one = replace(made.hosts[0], platform="demo", expected=expected, site=site)

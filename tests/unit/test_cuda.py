@@ -108,8 +108,12 @@ def test_what_the_plan_sets_itself_is_not_touched(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cuda, "missing_links", lambda toolkit, cache: {})
     home = toolkit(tmp_path / "cuda-13.0", "lib64/x")
     owner = tmp_path / "words.cuda.env"
-    service = {"name": "words", "environment_file": str(owner), "drop_in": str(tmp_path / "50-cuda.conf")}
-    service |= {"compiles": False, "links": [], "compiler": "", "folders": []}
+    service: dict[str, Any] = {
+        "name": "words",
+        "environment_file": str(owner),
+        "drop_in": str(tmp_path / "50-cuda.conf"),
+    }
+    service |= {"languages": [], "links": [], "compilers": {}, "folders": []}
     given = {
         "homes": [str(home)],
         "expected": EXPECTED,
@@ -127,9 +131,9 @@ def test_what_the_plan_sets_itself_is_not_touched(tmp_path: Path, monkeypatch: p
 
 COMPILES: dict[str, Any] = {
     "name": "words",
-    "compiles": True,
+    "languages": ["c", "c++"],
     "links": ["cuda"],
-    "compiler": "",
+    "compilers": {},
     "folders": [],
 }
 
@@ -144,26 +148,27 @@ def test_a_server_links_with_the_folders_that_its_environment_has(tmp_path: Path
     assert (found.code, "cannot find -lcuda" in found.evidence) == ("LIBCUDA_LINK", True)
     assert list(cuda.linked([COMPILES], {}, has_driver=False)) == []
     assert list(cuda.linked([{**COMPILES, "folders": [str(stubs)]}], {}, has_driver=True)) == []
-    assert list(cuda.linked([{**COMPILES, "compiles": False}], {}, has_driver=True)) == []
+    assert list(cuda.linked([{**COMPILES, "languages": []}], {}, has_driver=True)) == []
 
 
-def test_a_server_whose_compiler_is_not_there_is_named() -> None:
-    (found,) = cuda.linked([{**COMPILES, "compiler": "/opt/gcc-99/bin/gcc"}], {}, has_driver=True)
+@pytest.mark.parametrize(("language", "variable"), [("c", "CC"), ("c++", "CXX")])
+def test_a_server_whose_compiler_is_not_there_is_named(language: str, variable: str) -> None:
+    own = {**COMPILES, "compilers": {language: "/opt/gcc-99/bin/gcc"}}
+    (found,) = cuda.linked([own], {}, has_driver=False)
     assert (found.code, "words compiles" in found.what) == ("COMPILER_MISSING", True)
-    assert cuda.bring_compiler([{**COMPILES, "compiler": "/opt/gcc-99/bin/gcc"}], ["gcc"], True) == []
+    assert f"/opt/gcc-99/bin/gcc, as {variable} of the profile names it" in found.what
 
 
 @pytest.mark.skipif(
     shutil.which("dpkg-query") is None, reason="a machine without dpkg has no packages to ask for"
 )
 def test_packages_of_a_compiler_are_named_only_where_none_makes_a_program(tmp_path: Path) -> None:
-    assert cuda.bring_compiler([COMPILES], ["no-such-package"], check_only=True) == []
-    assert cuda.bring_compiler([COMPILES], ["no-such-package"], True, root=tmp_path) == [
-        "install no-such-package"
-    ]
-    assert (
-        cuda.bring_compiler([{**COMPILES, "compiles": False}], ["no-such-package"], True, root=tmp_path) == []
-    )
+    asked = ["no-such-package"]
+    assert cuda.bring_compiler([COMPILES], asked, check_only=True) == []
+    assert cuda.bring_compiler([COMPILES], asked, True, root=tmp_path) == ["install no-such-package"]
+    own = {**COMPILES, "compilers": {"c": "/opt/cc", "c++": "/opt/c++"}}
+    for row in ({**COMPILES, "languages": []}, own):
+        assert cuda.bring_compiler([row], asked, True, root=tmp_path) == []
 
 
 @pytest.mark.parametrize(

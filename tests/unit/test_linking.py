@@ -19,7 +19,13 @@ from bringup.rolevars import preflight as variables
 CASES = sorted((ROOT / "tests" / "cases" / "linking").glob("*.yml"))
 BASE = ROOT / "tests" / "cases" / "preflight" / "base" / "eight.yml"
 SLASH = Path("/")
-ROW: dict[str, Any] = {"services": ["big"], "libraries": ["cuda"], "compiler": "", "folders": []}
+ROW: dict[str, Any] = {
+    "services": ["big"],
+    "languages": ["c"],
+    "libraries": ["cuda"],
+    "compilers": {},
+    "folders": [],
+}
 
 
 def findings(row: dict[str, Any], system: dict[str, str] | None = None) -> list[preflight.Finding]:
@@ -38,7 +44,8 @@ def test_what_a_compiler_said_names_what_is_missing_and_its_package(path: Path) 
     def runner(argv: Sequence[str], limit_s: int) -> tuple[int, str]:
         return (0, "12\n") if "-dumpversion" in argv else (case["exit"], case["output"])
 
-    (found,) = findings(linking.tried("/usr/bin/cc", ["cuda"], [], runner), case.get("system"))
+    language = case.get("language", "c")
+    (found,) = findings(linking.tried("/usr/bin/cc", ["cuda"], [], runner, language), case.get("system"))
     assert (found.code, found.severity, found.remedy) == ("LINK_FAILED", "error", case["command"])
     assert [word for word in case["says"] if word not in str(found)] == []
     assert "bringup-link-" not in str(found)
@@ -60,6 +67,19 @@ def test_a_real_compiler_links_what_is_there_and_says_which_library_is_not() -> 
     assert (found["links"], found["lost"], found["said"]) == (True, [], "")
 
 
+def test_a_node_with_a_c_compiler_alone_lacks_the_other_language(tmp_path: Path) -> None:
+    """What engines compile for GPUs is C++; the C compiler brings nothing of it."""
+    both = {**ROW, "languages": ["c", "c++"], "libraries": []}
+    (found,) = linking.gather([both], facts.run, SLASH)
+    assert (found["links"], found["language"], found["said"]) == (True, "C", "")
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "usr/bin/cc").symlink_to(str(shutil.which("cc")))
+    (row,) = linking.gather([both], facts.run, tmp_path)
+    (said,) = findings(row)
+    assert (said.code, said.remedy) == ("COMPILER_MISSING", "sudo apt-get install --reinstall g++")
+    assert "there is no C++ compiler" in said.what
+
+
 def test_a_library_is_found_in_a_folder_of_its_own(tmp_path: Path) -> None:
     shutil.copy(libraries.loaded()["libc.so.6"], tmp_path / "libcuda.so")
     (found,) = linking.gather([{**ROW, "folders": [str(tmp_path)]}], facts.run, SLASH)
@@ -78,7 +98,7 @@ def test_a_library_is_found_in_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_real_compiler_that_links_nothing_is_an_error_with_a_package(
     option: str, words: str, tmp_path: Path
 ) -> None:
-    (row,) = linking.gather([{**ROW, "compiler": wrapped(tmp_path, option)}], facts.run, SLASH)
+    (row,) = linking.gather([{**ROW, "compilers": {"c": wrapped(tmp_path, option)}}], facts.run, SLASH)
     assert row["links"] is False
     (found,) = findings(row)
     assert (found.code, found.severity) == ("LINK_FAILED", "error")
@@ -95,7 +115,7 @@ def test_a_link_that_hangs_ends_with_its_limit_and_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(linking, "LIMIT_S", 1)
-    (row,) = linking.gather([{**ROW, "compiler": str(hanging)}], facts.run, SLASH)
+    (row,) = linking.gather([{**ROW, "compilers": {"c": str(hanging)}}], facts.run, SLASH)
     assert (row["links"], row["said"]) == (False, "it did not end within 1 s")
     assert [path.name for path in tmp_path.iterdir()] == ["cc"]
 
@@ -115,11 +135,12 @@ def test_a_profile_with_its_own_compiler_and_folders_is_asked_with_them(tmp_path
     service = replace(host.services[0], environment={**host.services[0].environment, **own})
     changed = replace(host, services=(service,))
     (row,) = variables.variables(changed, whole)["preflight_expected"]["linking"]
-    assert (row["compiler"], row["folders"]) == ("gcc-13", ["/opt/a", "/opt/b"])
+    assert (row["compilers"], row["folders"]) == ({"c": "gcc-13"}, ["/opt/a", "/opt/b"])
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / "usr/bin/cc").touch()
     assert linking.compiler(tmp_path, "gcc-13") is None
     assert linking.compiler(tmp_path) == "/usr/bin/cc"
+    assert linking.compiler(tmp_path, language="c++") is None
 
 
 def test_servers_folders_are_looked_at_below_the_root_and_once_each(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ DEBIAN_LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 MEMORY = Path("/dev/shm")
+COMPILERS = ("cc", "c++")
 
 
 @contextlib.contextmanager
@@ -65,7 +66,8 @@ def dressed(worn: Mapping[str, Any], root: Path) -> None:
             tools.load_nvidia()
         tools.refresh()
         if not given.get("no_compiler"):
-            trees.text(state.at("/usr/bin/cc"), "stand-in")
+            for name in COMPILERS:
+                trees.text(state.at(f"/usr/bin/{name}"), "stand-in")
         (root / "dev/shm").mkdir(parents=True, exist_ok=True)
         for path, row in state.files(given).items():
             state.write_file(state.at(path), row)
@@ -115,10 +117,10 @@ def runner(worn: Mapping[str, Any], root: Path) -> facts.Runner:
         program, *words = argv
         if program == "timeout":
             # The compiler, behind its limit and its variables.
-            start = next(at for at, word in enumerate(words) if word.endswith("/cc"))
-            program, *words = "cc", *words[start + 1 :]
-        elif program.endswith("/cc"):
-            program = "cc"
+            start = next(at for at, word in enumerate(words) if word.rpartition("/")[2] in COMPILERS)
+            program, *words = words[start], *words[start + 1 :]
+        if program.rpartition("/")[2] in COMPILERS:
+            program = COMPILERS[0]
         if program == "systemctl" and words[:1] == ["is-active"]:
             return 0, "active" if _active(worn, words[1], root) else "inactive"
         if program == "nvidia-smi" and worn.get("smi_hangs"):

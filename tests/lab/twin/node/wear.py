@@ -243,6 +243,7 @@ def install_programs(worn: dict[str, Any]) -> None:
     for name, is_there in (
         ("docker", worn.get("containers")),
         ("cc", worn.get("gpus") and not worn.get("no_compiler")),
+        ("c++", worn.get("gpus") and not worn.get("no_compiler")),
     ):
         link = Path("/usr/local/bin", name)
         if is_there and not link.is_symlink():
