@@ -1,4 +1,4 @@
-"""Ours in the comparison: a checkout with five roles of the comparison's own in place of the GPU node's.
+"""Ours in the comparison: a checkout with four roles of the comparison's own in place of the GPU node's.
 
 What is measured is `invoke provision`, whole and unchanged: the commit that is checked out, its playbook with other
 roles between looking at the node and stamping it, and for each role a module of `bringup/rolevars`, as the README says
@@ -57,11 +57,11 @@ def variables(part: str, host: HostPlan, plan: Plan) -> dict[str, Any]:
     data = workload.read(ROOT / THINGS)
     digests = json.loads((ROOT / DIGESTS).read_text(encoding="utf-8"))
     found = [one for one in workload.by_lines(workload.things(data, digests, host.name)) if one.part == part]
-    if part == "accounts":
-        return {"work_accounts_names": [one.path for one in found]}
     if part == "weights":
         return {"work_weights_models": [_model(data["values"]["weights"], found)]}
-    return {f"work_{part}_entries": [_entry(one) for one in found]}
+    users = [one.path for one in found if one.kind == "account"]
+    entries = [_entry(one) for one in found if one.kind != "account"]
+    return {**({"work_service_users": users} if users else {}), f"work_{part}_entries": entries}
 
 
 def _entry(thing: workload.Thing) -> dict[str, Any]:
@@ -140,6 +140,11 @@ def _roles(folder: Path) -> None:
     if count != 1:
         raise SystemExit(f"{order}: its list of roles is not where it was")
     order.write_text(text)
+    # The schedule's role stands where the product's own does among those that preflight need not judge.
+    judged = folder / "bringup" / "seal.py"
+    judged.write_text(
+        judged.read_text().replace('frozenset(("scheduled_restart"', 'frozenset(("work_schedule"')
+    )
     playbook = folder / "playbooks" / "provision.yml"
     plays = [_play(play) for play in yaml.safe_load(playbook.read_text())]
     if sum(len(_names(play)) for play in plays) != len(KEPT) + len(ROLES):
@@ -157,6 +162,10 @@ def _play(play: dict[str, Any]) -> dict[str, Any]:
                 rows += [_brings(row, name) for name in ROLES]
             elif role is None or role in KEPT or "include_role" in json.dumps(row):
                 rows.append(row)
+        for row in task.get("always", ()):
+            # What is done at the end of any of the roles is done at the end of ours.
+            if PLACE in row.get("tags", ()):
+                row["tags"] = [*row["tags"], *ROLES]
         if "block" in task:
             task["block"] = [row for row in rows if "node_snapshot" not in row] or [
                 {"name": "Nothing of this is in the comparison", "ansible.builtin.meta": "noop"}

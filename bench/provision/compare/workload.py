@@ -19,7 +19,7 @@ import yaml
 FOLDER = Path(__file__).resolve().parent / "things"
 THINGS = FOLDER / "things.yml"
 TEMPLATES = FOLDER / "templates"
-PARTS = ("accounts", "settings", "service", "schedule", "weights")
+PARTS = ("settings", "service", "schedule", "weights")
 """Roles of ours, in the order in which they are played."""
 
 RIGHTS = {"owner": "root", "group": "root"}
@@ -74,7 +74,7 @@ def _template(name: str) -> jinja2.Template:
 def things(data: Mapping[str, Any], digests: Mapping[str, str], host: str) -> list[Thing]:
     """Every thing of one host, in the order in which it must be made. `digests`: sha256 of each weight."""
     values = {**data["values"], "node": host}
-    found = [Thing("account", "accounts", name) for name in data["accounts"]]
+    found = [Thing("account", "service", name) for name in data["accounts"]]
     found += [Thing("folder", **{"mode": "0755", **row}) for row in data["folders"]]
     for row in data["templates"]:
         rest = {name: value for name, value in row.items() if name != "src"}
