@@ -46,6 +46,9 @@ class Clause(entries.Entry):
     trouble: str | None = Field(
         default=None, description="short for a subject (an expression) beside a word of trouble"
     )
+    both: tuple[str, ...] = Field(
+        default=(), description="short for two expressions in one line, in either order"
+    )
     unless: tuple[str, ...] = Field(default=(), description="not a line that matches one of these too")
     none: tuple[str, ...] = Field(
         default=(), description="another line that matches one of these rules it out"
@@ -64,7 +67,7 @@ class Clause(entries.Entry):
     @model_validator(mode="after")
     def _has_pattern(self) -> Clause:
         if not self.patterns:
-            raise ValueError("needs `line`, `xid`, `trouble` or `all`")
+            raise ValueError("needs `line`, `xid`, `trouble`, `both` or `all`")
         return self
 
     @property
@@ -72,17 +75,28 @@ class Clause(entries.Entry):
         """The patterns that must match, `line` first."""
         xid = (xid_pattern(self.xid),) if self.xid else ()
         trouble = (trouble_pattern(self.trouble),) if self.trouble else ()
-        return ((self.line,) if self.line else ()) + xid + trouble + self.all
+        both = (both_pattern(*self.both),) if self.both else ()
+        return ((self.line,) if self.line else ()) + xid + trouble + both + self.all
 
     @cached_property
     def exceptions(self) -> re.Pattern[str] | None:
         """What a line that matches must not match too; a notice is no trouble."""
-        return any_of((*self.unless, NOTICE) if self.trouble else self.unless)
+        return any_of((*self.unless, NOTICE) if self.trouble or self.both else self.unless)
 
     @field_validator("unless")
     @classmethod
     def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return _checked(value)
+
+    @field_validator("both")
+    @classmethod
+    def _usable_pair(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value:
+            if len(value) != 2:
+                raise ValueError("needs two expressions")
+            _checked(value)
+            _usable_pattern(both_pattern(*value))
+        return value
 
     @field_validator("trouble")
     @classmethod
@@ -138,6 +152,11 @@ NOTICE = (
 def trouble_pattern(subject: str) -> str:
     """The subject beside a word of trouble, in either order."""
     return rf"(?:{subject}).{{0,80}}?{TROUBLE}|{TROUBLE}.{{0,60}}?(?:{subject})"
+
+
+def both_pattern(one: str, other: str) -> str:
+    """Both expressions within a sentence of each other, in either order."""
+    return rf"(?:{one}).{{0,120}}?(?:{other})|(?:{other}).{{0,120}}?(?:{one})"
 
 
 def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:

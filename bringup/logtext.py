@@ -32,6 +32,9 @@ COMMON = frozenset((
     "access", "wait", "all", "and", "address", "thread", "time", "run", "local", "name", "line", "set",
     "prefill", "decode", "queue", "chunk", "stream", "expert", "step", "length", "rate", "len", "no",
     "code", "client", "status", "return", "get", "head", "post", "key", "type", "value",
+    "too", "to", "is", "it", "in", "on", "of", "or", "by", "be", "do", "an", "as", "at", "are", "was", "but", "out",
+    "work", "support", "supported", "need", "require", "required", "installed", "available", "exist", "only", "one",
+    "another", "other", "new", "full", "long", "last", "first", "session", "took", "user", "job", "node", "system",
 ))
 # fmt: on
 """Anchors that healthy logs are full of: another literal of the pattern is better."""
@@ -118,6 +121,7 @@ _ECHO = re.compile(
     r"|\bCommand line: BOOT_IMAGE=|\bKernel command line: "
     r"|^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
     r"|^(?:TASK|PLAY|RUNNING HANDLER|PLAY RECAP) \[|^(?:ok|changed|skipping): \["
+    r"|^(?:Limit[A-Z]+|OOM\w+|Restart\w*|Tasks\w+)=\S*$"
     r"|^\+[^\s+]|^\d{4}-\d\d-\d\d [\d:]{8} (?:install|upgrade|remove|purge|configure|status|trigproc) "
 )
 
@@ -251,7 +255,10 @@ def _worth(texts: frozenset[str]) -> tuple[float, int]:
 
 
 def _rarity(text: str) -> float:
-    """How seldom the text is in a log, by its words: the letters beside those of common words."""
-    words = re.findall(r"(?=[0-9]*[a-z])[a-z0-9]{3,}|[^\x00-\x7f]+", text)
-    uncommon = sum(len(word) for word in words if word.rstrip("s") not in COMMON)
-    return min(uncommon, 16) + text.count(EDGE) / 2 + min(len(text), 32) / 128
+    """How seldom the text is in a log: the letters of its words beside those of common words, and its signs. Numbers
+    are everywhere.
+    """
+    words = re.findall(r"(?=[0-9]*[a-z])[a-z0-9]{2,}|[^\x00-\x7f]+", text)
+    uncommon = sum(len(word) for word in words if word.rstrip("s") not in COMMON and word not in COMMON)
+    signs = len(re.findall(r"[^\sa-z0-9\x00\x80-\U0010ffff]", text))
+    return min(uncommon, 16) + min(signs, 2) + text.count(EDGE) / 2 + min(len(text), 32) / 128
