@@ -82,7 +82,11 @@ class Log:
         for part in folder.glob("*.gz.part"):
             part.unlink(missing_ok=True)
         newest = self.files()[-1:]
-        self._open(newest[0] if newest and newest[0].suffix == ".log" else None)
+        try:
+            self._open(newest[0] if newest and newest[0].suffix == ".log" else None)
+        except OSError:
+            # Not ours to go on with: an undo has given the logs that were there to root.
+            self._open(None)
         self.tidy()
 
     def files(self) -> list[Path]:

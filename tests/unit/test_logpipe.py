@@ -179,6 +179,16 @@ def test_an_old_file_is_cut_by_its_age_when_something_is_in_it(tmp_path: Path) -
     ] == [b"one\n", b"two\n"]
 
 
+def test_a_newest_file_that_cannot_be_gone_on_with_is_left_and_the_next_begun(tmp_path: Path) -> None:
+    """As after an undo, which gives logs to root, and another provision. (A folder: root may write any file.)"""
+    (tmp_path / "engine-000007-20261130T112627Z.log").mkdir()
+    log = logpipe.Log(tmp_path, 1 << 20, 3600, 5)
+    log.write(b"one\n")
+    log.close()
+    assert [path.name[:13] for path in logpipe_files(tmp_path)] == ["engine-000007", "engine-000008"]
+    assert (tmp_path / "engine.log").read_bytes() == b"one\n"
+
+
 def test_the_link_names_the_newest_file(tmp_path: Path) -> None:
     log = logpipe.Log(tmp_path, 1000, 1000, 5)
     log.write(b"one\n")
