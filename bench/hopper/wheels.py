@@ -76,5 +76,6 @@ def packages() -> list[str]:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or "--help" in sys.argv:
-        sys.exit(__doc__)
+        print(__doc__)
+        sys.exit(0 if "--help" in sys.argv else 2)
     main(*sys.argv[1:])

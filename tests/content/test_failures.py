@@ -29,6 +29,7 @@ FAILED_LOGS = {
     "f9-oom.log": "gpu-memory-already-used",
     "f10-kill-scheduler.log": "host-oom-suspected",
     "libcuda.txt": "libcuda-dev-link-missing",
+    "link-no-libgcc.log": "host-compiler-missing",  # composed of the messages of such a start on an H200
     "r5-final-4-1-6.log": "engine-flag-combination",
 }
 
@@ -128,6 +129,38 @@ def test_whole_logs_of_healthy_servers_raise_no_alarm(name: str) -> None:
 @pytest.mark.parametrize("name", FAILED_LOGS)
 def test_whole_logs_of_failed_servers_give_the_true_cause_first(name: str) -> None:
     assert _first(_read("failed", name)) == FAILED_LOGS[name]
+
+
+SELF_KILLED = """\
+[2026-11-29 20:01:36] Received sigquit from a child process. It usually means the child failed.
+Killed
+systemd[1]: llm@glm.service: Main process exited, code=killed, status=9/KILL
+server exited with code 137
+"""
+KERNEL_KILLED = "kernel: Out of memory: Killed process 4242 (python3) total-vm:123456kB, anon-rss:99kB"
+
+
+def test_a_server_that_killed_itself_after_a_child_is_no_lack_of_memory_unless_the_kernel_says_so() -> None:
+    causes = {finding.cause for finding in diagnose.of_text(SELF_KILLED).findings}
+    assert causes == {"engine-child-died"}
+    assert _first(SELF_KILLED + KERNEL_KILLED) == "host-oom-killed"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/ld: cannot find -lgcc: No such file or directory",
+        "/usr/bin/ld: cannot find Scrt1.o: No such file or directory",
+        "ld: cannot find crtbeginS.o: No such file or directory",
+        "collect2: error: ld returned 1 exit status",
+        "ninja: build stopped: subcommand failed.",
+    ],
+)
+def test_a_compile_that_failed_comes_before_the_kill_that_follows_it(line: str) -> None:
+    killed = "systemd[1]: llm@glm.service: Main process exited, code=killed, status=9/KILL"
+    names = [finding.cause for finding in diagnose.of_text(f"{line}\n{killed}").findings]
+    assert names[0] in {"host-compiler-missing", "jit-compile-failed"}
+    assert "host-oom-suspected" in names[1:]
 
 
 def test_every_failed_log_has_a_known_truth() -> None:
