@@ -8,6 +8,7 @@ address. It keeps nothing, knows nothing of other runs, and cannot say what woul
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -31,9 +32,16 @@ def program(data: dict[str, object], digests: dict[str, str], host: str) -> str:
 
 def main() -> int:
     """Prints a line a host; 1 when one failed."""
-    hosts = [line.split() for line in Path(sys.argv[1]).read_text().splitlines()]
-    data, digests = workload.read(Path(sys.argv[2])), json.loads(Path(sys.argv[3]).read_text())
-    ssh = sys.argv[sys.argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("hosts", "things", "digests"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("ssh", nargs="+")
+    given = parser.parse_args()
+    hosts = [line.split() for line in given.hosts.read_text().splitlines()]
+    data, digests = workload.read(given.things), json.loads(given.digests.read_text())
+    ssh = given.ssh
 
     def one(row: list[str]) -> bool:
         done = subprocess.run(
