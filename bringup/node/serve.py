@@ -413,9 +413,17 @@ def inside(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
+def with_tools(argv: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the engine's own folder of programs in front: what it compiles at its start calls
+    `ninja` by name, which lies there (SGLang 0.5.15 on a node without another one died of it)."""
+    folder = str(Path(argv[0]).parent)
+    path = environment.get("PATH", os.defpath)
+    return dict(environment) if folder in path.split(":") else {**environment, "PATH": f"{folder}:{path}"}
+
+
 def become(argv: list[str], key: str | None) -> None:
     """Replace this process by the engine; comes back only by an exception."""
-    environment = dict(os.environ)
+    environment = with_tools(argv, os.environ)
     command = argv
     if key:
         how, _, name = key.partition(":")

@@ -22,19 +22,31 @@ CRASHES = Path("/var/lib/bringup/crashes")
 LINES = 400
 BYTES = 512 * 1024
 KEEP = 10
+TOLD = ("success", "signal")
+"""How a server that was told to stop may have ended (https://www.freedesktop.org/software/systemd/man/systemd.exec.html)."""
+STOPPING = ("stop", "restart")
 SETTLE_S = 2.0
 SETTLE_POLL_S = 0.1
 
 
 def crashed(unit: str, environment: Mapping[str, str], job: str | None = None) -> bool:
     """Did the server end without being told to? systemd has a job for the unit while somebody stops or
-    restarts it.
+    restarts it (`job`: its type, such as "stop"; empty for none).
+
+    An engine that is told to stop may end by a signal all the same: SGLang kills itself when it has cleaned up.
     """
-    if environment.get("SERVICE_RESULT", "success") != "success":
+    result = environment.get("SERVICE_RESULT", "success")
+    if result not in TOLD:
         return True
     if job is None:
-        job = common.unit_state(f"{unit}.service", ("Job",))["Job"]
-    return job in ("", "0")
+        job = job_of(f"{unit}.service")
+    return job not in STOPPING
+
+
+def job_of(unit: str) -> str:
+    """The type of systemd's job for a unit ("start", "stop", "restart"); empty when it has none."""
+    out = common.run(["systemctl", "list-jobs", "--no-legend", "--plain", unit])[1]
+    return next((words[2] for line in out.splitlines() if len(words := line.split()) > 2), "")
 
 
 def settle(path: Path, limit_s: float = SETTLE_S) -> None:

@@ -239,11 +239,17 @@ def test_the_watchdog_ends_the_process_that_hangs_and_only_while_it_is_the_same(
 @pytest.mark.parametrize(
     ("result", "job", "crash"),
     [
-        ("success", "0", True),
         ("success", "", True),
-        ("success", "1234", False),
-        ("signal", "1234", True),
-        ("exit-code", "0", True),
+        ("success", "start", True),
+        ("success", "stop", False),
+        ("success", "restart", False),
+        ("signal", "", True),
+        ("signal", "start", True),
+        ("signal", "stop", False),
+        ("signal", "restart", False),
+        ("timeout", "stop", True),
+        ("core-dump", "stop", True),
+        ("exit-code", "", True),
     ],
 )
 def test_an_end_that_nobody_asked_for_is_a_crash_also_with_exit_code_0(

@@ -270,6 +270,20 @@ def test_an_engine_without_a_key_gets_exactly_its_argv(engine: dict[str, Any], t
     assert started(engine, "--", sys.executable, script, *nasty) == f"{[script, *nasty]!r} None 0"
 
 
+def test_an_engine_finds_the_programs_of_its_own_environment(engine: dict[str, Any], tmp_path: Path) -> None:
+    """Kernels are compiled with the `ninja` that came with the engine, by its name alone."""
+    home = tmp_path / "environment/bin"
+    home.mkdir(parents=True)
+    (home / "ninja").write_text("#!/bin/sh\necho its own ninja\n")
+    (home / "engine").write_text("#!/bin/sh\nninja; echo $PATH\n")
+    for program in home.iterdir():
+        program.chmod(0o755)
+    bare = {**engine, "PATH": "/usr/bin:/bin"}
+    assert started(bare, "--", str(home / "engine")) == f"its own ninja\n{home}:/usr/bin:/bin"
+    named = {**engine, "PATH": f"/nowhere:{home}"}
+    assert started(named, "--", str(home / "engine")) == f"its own ninja\n/nowhere:{home}"
+
+
 # ---------------------------------------------------------------- driver, fabric and caches
 
 
