@@ -61,7 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-        raise SystemExit(0)
     raise SystemExit(main())
