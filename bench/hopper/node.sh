@@ -153,7 +153,7 @@ admit() {
   in_node() { nsenter --mount="/proc/$first/ns/mnt" "$@"; }
   for file in sys/bus/pci/devices proc/driver/nvidia/gpus proc/driver/nvidia/params; do in_node umount "/$file" || true; done
   hidden | while read -r number _; do
-    in_node mknod -m 0666 "/dev/nvidia$number" c $(stat -c '0x%t 0x%T' "/dev/nvidia$number")
+    in_node sh -c "umask 0; mknod /dev/nvidia$number c $(stat -c '0x%t 0x%T' "/dev/nvidia$number")"
   done
   taskset -apc "0-$(($(nproc --all) - 1))" "$first"
 }

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from bringup import ROOT
 from bringup.errors import Problem, UsageError
 
@@ -34,7 +36,7 @@ RUNGS = {
 }
 WITHIN = 0.15
 """Two runs from cold should differ by no more than this share."""
-PHASES = ("distributed", "weights", "kv", "jit", "graphs", "ready", "first token", "warm-up")
+PHASES = ("distributed", "weights", "kv", "jit", "graphs", "ready", "first token", "warm-up", "drafting")
 KEPT = ("load", "cold", "errors", "latencies_ms", "request_tok_s", "prompt_tokens", "output_tokens", "notes")
 
 
@@ -108,8 +110,10 @@ def measured(place: Path) -> tuple[str, dict[str, Any]]:
 
 
 def kept_start(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of a start, whole and by phase."""
-    return {key: start[key] for key in ("seconds", "phases", "outcome") if key in start}
+    """Seconds of a start, whole and by phase, and what it said of its drafts."""
+    return {
+        key: start[key] for key in ("seconds", "phases", "outcome", "drafting", "warnings") if key in start
+    }
 
 
 def tuned(said: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -117,7 +121,13 @@ def tuned(said: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Any]:
     for place, record in reversed(said):
         if record["name"] == "tune" and (place / "state.json").is_file():
             state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-            return {"tune": {"status": record["status"], "notes": record["notes"], "state": state}}
+            candidate = place / "candidate.yml"
+            flags = (
+                yaml.safe_load(candidate.read_text(encoding="utf-8"))["flags"] if candidate.is_file() else {}
+            )
+            picked = " ".join(f"{name}={value}" for name, value in flags.items()) or "the profile itself"
+            said_of_it = {"status": record["status"], "notes": record["notes"], "picked": picked}
+            return {"tune": {**said_of_it, "state": state}}
     return {}
 
 
@@ -187,8 +197,8 @@ def runs() -> list[Mapping[str, Any]]:
 
 
 def tables() -> str:
-    """Speeds, then starts, of every rung and run."""
-    return "\n".join([*speeds(), "", *starts(), "", *differences()])
+    """Speeds, then starts, of every rung and run; then what differs between runs, and what tune measured."""
+    return "\n".join([*speeds(), "", *starts(), "", *differences(), "", *settings()])
 
 
 def every() -> Iterator[tuple[str, str, int, Mapping[str, Any]]]:
@@ -252,6 +262,21 @@ def differences() -> Iterator[str]:
         good = all(abs(change) <= WITHIN for change in changes if change is not None)
         cells = " | ".join("-" if change is None else f"{change:+.0%}" for change in changes)
         yield f"| {title} | {number} against {before} | {cells} | {'yes' if good else 'no'} |"
+
+
+def settings() -> Iterator[str]:
+    """What tune measured of each setting; the one that it picked is said below."""
+    yield "| tune | run | alone: median, P10, CV | accept length | eight at once: median, P10, CV | accept length |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for number, one in enumerate(runs(), 1):
+        for setting in one.get("tune", {}).get("state", {}).get("measured", ()):
+            cells = [
+                f"{figure(load['median'])}, {figure(load['p10'])}, {load['cv']:.0%} | {figure(load['accept_length'], 2)}"
+                for load in setting["loads"].values()
+            ]
+            yield f"| `{setting['name']}` | {number} | {' | '.join(cells)} |"
+        if "tune" in one:
+            yield f"| picked | {number} | {one['tune'].get('picked', '')}: {'; '.join(one['tune']['notes'])} | | | |"
 
 
 def figure(value: float | None, digits: int = 0) -> str:
