@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,24 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
 
 def variables(part: str, host: HostPlan, plan: Plan) -> dict[str, Any]:
     """The variables of one of the comparison's roles."""
-    data = workload.read(ROOT / THINGS)
-    digests = json.loads((ROOT / DIGESTS).read_text(encoding="utf-8"))
-    found = [one for one in workload.by_lines(workload.things(data, digests, host.name)) if one.part == part]
+    data, _ = _read()
+    found = [one for one in _things(host.name) if one.part == part]
     if part == "weights":
         return {"work_weights_models": [_model(data["values"]["weights"], found)]}
     users = [one.path for one in found if one.kind == "account"]
     entries = [_entry(one) for one in found if one.kind != "account"]
     return {**({"work_service_users": users} if users else {}), f"work_{part}_entries": entries}
+
+
+@cache
+def _read() -> tuple[dict[str, Any], dict[str, str]]:
+    digests: dict[str, str] = json.loads((ROOT / DIGESTS).read_text(encoding="utf-8"))
+    return workload.read(ROOT / THINGS), digests
+
+
+@cache
+def _things(host: str) -> tuple[workload.Thing, ...]:
+    return tuple(workload.by_lines(workload.things(*_read(), host)))
 
 
 def _entry(thing: workload.Thing) -> dict[str, Any]:
