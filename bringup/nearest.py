@@ -99,21 +99,21 @@ class Index:
         }
         self._idf = [1 + math.log((1 + len(kept)) / (1 + seen[part])) for part in self._column]
         self.causes = sorted({wording.cause for wording, _ in kept})
-        self._vectors = sparse.vstack([self._vector(count) for count in counts]).tocsr()
+        vectors = sparse.vstack([self._vector(count) for count in counts]).tocsr()
         place = {cause: number for number, cause in enumerate(self.causes)}
-        wanted = numpy.zeros((len(kept), len(self.causes)))
+        wanted = numpy.zeros((len(kept), len(self.causes)), dtype=numpy.float32)
         wanted[range(len(kept)), [place[wording.cause] for wording, _ in kept]] = 1
-        similar = (self._vectors @ self._vectors.T).toarray()
+        similar = (vectors @ vectors.T).toarray()
         similar[numpy.diag_indices_from(similar)] += RIDGE
-        weights = linalg.solve(similar, wanted, assume_a="pos", overwrite_a=True)
-        self._weights = numpy.asarray(self._vectors.T @ weights)
+        weights = linalg.solve(similar, wanted, assume_a="pos", overwrite_a=True, overwrite_b=True)
+        self._weights = numpy.asarray(vectors.T @ weights)
 
     def _vector(self, count: Mapping[str, int]) -> Any:
         known = {self._column[part]: times for part, times in count.items() if part in self._column}
         values = [(1 + math.log(times)) * self._idf[column] for column, times in known.items()]
         length = math.sqrt(sum(value * value for value in values)) or 1
         cells = ([value / length for value in values], ([0] * len(known), list(known)))
-        return sparse.csr_matrix(cells, shape=(1, len(self._column)))
+        return sparse.csr_matrix(cells, shape=(1, len(self._column)), dtype=numpy.float32)
 
     def guesses(self, text: str) -> list[Guess]:
         """The nearest causes, best first; none when harmless wordings are nearer."""

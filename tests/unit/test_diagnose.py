@@ -289,6 +289,20 @@ def test_a_subject_beside_a_word_of_trouble_is_evidence_and_a_notice_is_not(line
     assert _found(_library(match=[{"trouble": "flux capacitor", "confidence": 0.6}]), line) is found
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("the flux capacitor lost its plutonium", True),
+        ("no plutonium for the flux capacitor", True),
+        ("the flux capacitor is fine", False),
+        ("flux capacitor" + " and" * 60 + " plutonium", False),
+        ("INFO plutonium for the flux capacitor", False),
+    ],
+)
+def test_two_expressions_of_a_sentence_are_found_in_either_order(line: str, found: bool) -> None:
+    assert _found(_library(match=[{"both": ["flux capacitor", "plutonium"]}]), line) is found
+
+
 def test_a_guess_about_a_line_that_a_surer_cause_accounts_for_is_left_out() -> None:
     text = "python3[7]: OSError: [Errno 28] No space left on device: '/dev/shm/nccl-1' by nvme0n1"
     assert _causes(text) == ["shm-too-small"]

@@ -66,6 +66,13 @@ def test_a_subject_without_fixed_words_is_refused() -> None:
         failures.Clause.model_validate({"trouble": r"sm_?\d+"})
 
 
+def test_a_pair_needs_two_usable_expressions() -> None:
+    with pytest.raises(ValueError, match="two expressions"):
+        failures.Clause.model_validate({"both": ["alpha"]})
+    with pytest.raises(ValueError, match="no fixed text"):
+        failures.Clause.model_validate({"both": [r"\d+", r"\w"]})
+
+
 def test_an_existing_cause_is_not_overwritten(tmp_path: Path) -> None:
     failures.add("flux-empty", [LINE], ANSWERS, tmp_path)
     with pytest.raises(UsageError, match="exists"):
@@ -165,6 +172,18 @@ def test_every_pattern_finds_its_needs_in_the_samples_that_it_matches() -> None:
 )
 def test_a_pattern_is_split_at_its_outer_bars_only(pattern: str, parts: list[str]) -> None:
     assert logtext.alternatives(pattern) == parts
+
+
+@pytest.mark.parametrize(
+    ("pattern", "anchor"),
+    [
+        (r"(?:error|status) .{0,9}(?:404|403)", b"error"),
+        (r"too .{0,9}vram", b"vram"),
+        (r"(?:g\+\+|compiler) .{0,40}(?:bad|error|dead)", b"compiler"),
+    ],
+)
+def test_a_line_is_found_by_its_rarest_words_and_not_by_numbers(pattern: str, anchor: bytes) -> None:
+    assert anchor in logtext.needs_of(pattern)[0]
 
 
 TEXTS = (b"out of memory", b"\0xid", b"memory", b"(exit 0)", b"tokenizer", b"token", b"p2p", "显存".encode())
