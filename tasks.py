@@ -5,17 +5,20 @@ Everything heavy is imported inside a command, so that `invoke --list` stays qui
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+# Invoke turns bytecode off for itself; without it all of bringup would be compiled anew by each command.
+sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
 
-from invoke import Collection, Context, Exit, task
+from invoke import Collection, Context, Exit, task  # noqa: E402 (bytecode comes first)
 
-from bringup import commandline, model_commands
-from bringup import errors as _errors
+from bringup import commandline, model_commands  # noqa: E402
+from bringup import errors as _errors  # noqa: E402
 
 commandline.install()
 

@@ -310,7 +310,7 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.P
     names = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
     wanted = {
         host: {role: digest for role, digest in roles.items() if _is_selected(role, job)}
-        for host, roles in sealcheck.inputs(plan, str(job.inventory), job.extra).items()
+        for host, roles in sealcheck.inputs(job.variables, str(job.inventory), job.extra).items()
         if host in names
     }
     if job.playbook != playbook_path("provision"):

@@ -20,7 +20,6 @@ from typing import Any
 
 from bringup import ROOT, runs
 from bringup.inventory import Host, closed_files
-from bringup.planned import Plan
 
 SHARED = ("catalog/tools/*", "playbooks/provision.yml")
 """What all roles run with, as patterns."""
@@ -84,10 +83,10 @@ class Verdict:
 
 
 def inputs(
-    plan: Plan, hosts: Sequence[Host], folder: Path, extra: Mapping[str, Any]
+    given: Mapping[str, Mapping[str, Any]], hosts: Sequence[Host], folder: Path, extra: Mapping[str, Any]
 ) -> dict[str, dict[str, str]]:
-    """Host -> role -> digest of all that goes into it. `hosts`: the inventory's, with their variables; `folder`:
-    the inventory's; `extra`: variables of this run, which win over all others."""
+    """Host -> role -> digest of all that goes into it. `given`: variables of roles by host; `hosts`: the inventory's,
+    with their variables; `folder`: the inventory's; `extra`: variables of this run, which win over all others."""
     from bringup import rolevars
 
     known = {host.name: {**host.variables, **extra} for host in hosts}
@@ -96,12 +95,11 @@ def inputs(
     programs = _Programs()
     closed = [hashlib.sha256(path.read_bytes()).hexdigest() for path in closed_files(folder)]
     found: dict[str, dict[str, str]] = {}
-    given = {host.name: rolevars.variables(host, plan) for host in plan.hosts}
-    for host in plan.hosts:
-        mine = known.get(host.name, {})
-        found[host.name] = {}
+    for host, planned in given.items():
+        mine = known.get(host, {})
+        found[host] = {}
         for role, (digest, words) in code.items():
-            own = {name: value for name, value in given[host.name].items() if name.startswith(f"{role}_")}
+            own = {name: value for name, value in planned.items() if name.startswith(f"{role}_")}
             named = words | _words(own)
             used = _used(named, mine)
             data: dict[str, Any] = {
@@ -116,7 +114,7 @@ def inputs(
             if any(word.startswith("vault_") for word in named | _words(used)):
                 data["closed"] = closed
             text = json.dumps(data, sort_keys=True, default=str)
-            found[host.name][role] = hashlib.sha256(text.encode()).hexdigest()[:40]
+            found[host][role] = hashlib.sha256(text.encode()).hexdigest()[:40]
     return found
 
 

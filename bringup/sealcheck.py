@@ -9,17 +9,19 @@ from typing import Any
 from bringup import fleet, looking, remote, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem
-from bringup.planned import Plan
 from bringup.seal import Verdict
 
 LOOK_LIMIT_S = 120.0
 """For one node: thousands of files of an environment that nobody has looked at since the node was started."""
 
 
-def inputs(plan: Plan, inventory: str, extra: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Host -> role -> digest of what goes into it. Raises UsageError when the inventory cannot be read."""
+def inputs(
+    given: Mapping[str, Mapping[str, Any]], inventory: str, extra: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Host -> role -> digest of what goes into it. `given`: variables of roles by host. Raises UsageError when the
+    inventory cannot be read."""
     read = inventories.read(inventory)
-    return seal.inputs(plan, read.hosts, read.folder, extra)
+    return seal.inputs(given, read.hosts, read.folder, extra)
 
 
 def verdicts(inventory: str, names: Sequence[str]) -> list[Verdict]:
@@ -55,10 +57,11 @@ def drift(inventory: str, limit: str | None) -> list[dict[str, Any]]:
     """A row a host: host, reached, why, held, sealed (roles), due (role -> why provisioning would play it), differs
     (role, what, field, expected, found). Raises UsageError when intent or catalog are wrong."""
     from bringup import plan as plans
+    from bringup import rolevars
 
     plan = plans.load(inventory)
     names = fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
-    wanted = inputs(plan, inventory, {})
+    wanted = inputs(rolevars.of_plan(plan), inventory, {})
     found = verdicts(inventory, names)
     due = seal.due(found, wanted)
     return [_row(one, due[one.host], wanted[one.host]) for one in found]

@@ -33,3 +33,8 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
     for role in ROLES:
         result.update(import_module(f"bringup.rolevars.{role}").variables(host, plan))
     return result
+
+
+def of_plan(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Role variables of every host."""
+    return {host.name: variables(host, plan) for host in plan.hosts}

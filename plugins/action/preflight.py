@@ -26,7 +26,8 @@ class ActionModule(Carried, ActionBase):
     """`preflight: {expected: ..., leftovers: pattern, mending: [role, ...]}`; see `bringup.expected.Expected`.
 
     `mending`: roles that the play brings after this one. Of those, the ones that this run's tags select count:
-    what they mend refuses nobody, and is named in `preflight_deferred`, to be judged again after them.
+    what they mend refuses nobody, and is named in `preflight_deferred`, to be judged again after them; such
+    a node joins group `preflight_due`.
     """
 
     _supports_check_mode = True
@@ -50,6 +51,9 @@ class ActionModule(Carried, ActionBase):
         refusal = preflight.refusal(str(task_vars.get("inventory_hostname", "node")), findings)
         if refusal:
             return {**result, "failed": True, "msg": refusal}
+        if result["preflight_deferred"]:
+            # As `group_by` does it, which would be one more task on every node.
+            result |= {"add_group": "preflight_due", "parent_groups": ["all"]}
         result["preflight_facts"] = gathered["facts"]
         result["warnings"] = [str(finding) for finding in findings if finding.severity == "warning"]
         return result

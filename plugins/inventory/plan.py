@@ -75,5 +75,4 @@ class InventoryModule(BaseInventoryPlugin):
 def _resolved(folder: Path) -> dict[str, dict[str, Any]]:
     from bringup import plan, rolevars
 
-    found = plan.load(str(folder))
-    return {host.name: rolevars.variables(host, found) for host in found.hosts}
+    return rolevars.of_plan(plan.load(str(folder)))

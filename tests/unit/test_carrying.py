@@ -124,3 +124,27 @@ def test_values_of_options_that_must_not_be_shown_do_not_come_back() -> None:
     told = light.without({"msg": "tried s3cret", "rows": [{"a": ("s3cret", 1)}]}, hidden)
     assert "s3cret" not in json.dumps(told)
     assert "plain" not in hidden
+
+
+def test_what_a_module_hands_on_of_its_own_library_is_whole() -> None:
+    """Models' modules start programs of the library from its text (`inspect.getsource`)."""
+    texts = {path.stem: path.read_text() for path in carrying.NODE.glob("*.py")}
+    module = (
+        "import inspect, json\n"
+        "from ansible.module_utils.basic import AnsibleModule\n"
+        "from ansible.module_utils.bringup_node import chain, fetch\n"
+        "module = AnsibleModule(argument_spec={})\n"
+        "files = [str(part.__file__) for part in (chain, fetch)]\n"
+        "module.exit_json(text=inspect.getsource(fetch), files=files)\n"
+    )
+    text = (
+        f"import json, sys\nsys.path.insert(0, {str(carrying.NODE)!r})\nimport light\nsys.path.pop(0)\n"
+        f"module, texts = json.loads({json.dumps([module, texts])!r})\n"
+        "light.run('demo', module, texts, {'options': {}})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    told = carrying.answer("demo", done.returncode, done.stdout, done.stderr)
+    assert told.get("text") == texts["fetch"], told
+    assert [Path(name).name for name in told["files"]] == ["chain.py", "fetch.py"]

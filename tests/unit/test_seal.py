@@ -273,7 +273,7 @@ def digests(
     try:
         file.write_text(yaml.safe_dump({**yaml.safe_load(before), **intent}))
         read = inventory.read(str(site))
-        return seal.inputs(plan.load(str(site)), read.hosts, read.folder, extra or {})
+        return seal.inputs(rolevars.of_plan(plan.load(str(site))), read.hosts, read.folder, extra or {})
     finally:
         file.write_text(before)
 
@@ -430,7 +430,7 @@ def test_a_role_is_idle_where_the_plan_gives_it_its_defaults_and_the_inventory_s
     site: Path,
 ) -> None:
     read, planned = inventory.read(str(site)), plan.load(str(site))
-    variables = {host.name: rolevars.variables(host, planned) for host in planned.hosts}
+    variables = rolevars.of_plan(planned)
     found = seal.idle(variables, read.hosts)
     assert set(found["lab-01"]) == {"system_settings", "nvidia_driver", "cuda_runtime", "library_fixes"}
     variables["lab-01"]["system_settings_values"] = [{"name": "x", "path": "/proc/sys/x", "value": "1"}]
@@ -469,7 +469,7 @@ def test_variables_that_a_command_worked_out_are_those_that_the_inventory_plugin
     from bringup import handed
 
     planned = plan.load(str(site))
-    variables = {host.name: rolevars.variables(host, planned) for host in planned.hosts}
+    variables = rolevars.of_plan(planned)
     assert handed.given(site) is None
     (tmp_path / "file").write_text(handed.text(site, variables))
     monkeypatch.setenv(handed.FILE, str(tmp_path / "file"))
