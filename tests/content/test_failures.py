@@ -30,6 +30,8 @@ FAILED_LOGS = {
     "f10-kill-scheduler.log": "host-oom-suspected",
     "libcuda.txt": "libcuda-dev-link-missing",
     "link-no-libgcc.log": "host-compiler-missing",  # composed of the messages of such a start on an H200
+    "h200-no-ninja.log": "jit-ninja-missing",  # the environment's ninja was not on the unit's PATH
+    "h200-device-of-root.log": "gpu-count-mismatch",  # /dev/nvidia1 with mode 0644
     "r5-final-4-1-6.log": "engine-flag-combination",
 }
 
