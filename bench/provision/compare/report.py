@@ -139,9 +139,11 @@ def table(found: Sequence[Row], net: str, nodes: int) -> str:
     """One number of hosts on one network."""
     repeats = len({(row["session"], row["repeat"]) for row in found})
     loads = sorted(row["others"] for row in found)
+    ours = chosen(found, contender="bringup")
+    commit = f"our commit {ours[-1]['commit']}; " if ours else ""
     head = (
         f"### {_hosts(nodes)}, {NET_TITLES[net]}\n\n"
-        f"{repeats} {'turn' if repeats == 1 else 'turns'}; others used {loads[len(loads) // 2]:.0%} of the machine "
+        f"{repeats} {'turn' if repeats == 1 else 'turns'}; {commit}others used {loads[len(loads) // 2]:.0%} of the machine "
         f"meanwhile (median; {loads[-1]:.0%} at most), so compare CPU seconds rather than wall seconds.\n\n"
     )
     titles = [f"{title}: wall s | CPU s" for title in RUN_TITLES.values()]
