@@ -144,7 +144,8 @@ def table(found: Sequence[Row], net: str, nodes: int) -> str:
     head = (
         f"### {_hosts(nodes)}, {NET_TITLES[net]}\n\n"
         f"{repeats} {'turn' if repeats == 1 else 'turns'}; {commit}others used {loads[len(loads) // 2]:.0%} "
-        f"of the machine meanwhile (median; {loads[-1]:.0%} at most), so compare CPU seconds rather than wall seconds.\n\n"
+        f"of the machine meanwhile (median; {loads[-1]:.0%} at most), so compare CPU seconds rather than "
+        "wall seconds.\n\n"
     )
     titles = [f"{title}: wall s | CPU s" for title in RUN_TITLES.values()]
     lines = [
