@@ -121,6 +121,7 @@ _ECHO = re.compile(
     r"|\bCommand line: BOOT_IMAGE=|\bKernel command line: "
     r"|^\s*(?:usage: |\[?--[\w-]+(?:[ ,]+(?:\[|\{|[A-Z_]{3,})|\]?\s*$))"
     r"|^(?:TASK|PLAY|RUNNING HANDLER|PLAY RECAP) \[|^(?:ok|changed|skipping): \["
+    r"|^(?:Install|Upgrade|Reinstall|Remove|Purge|Commandline|Requested-By): "
     r"|^(?!\w*Tasks)[A-Z][A-Za-z]+=\S*$"
     r"|^\+[^\s+]|^\d{4}-\d\d-\d\d [\d:]{8} (?:install|upgrade|remove|purge|configure|status|trigproc) "
 )
