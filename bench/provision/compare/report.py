@@ -192,24 +192,27 @@ def verdicts(found: Sequence[Row]) -> str:
             continue
         good = by_cpu >= limit if compare == "at least" else by_cpu <= limit
         sign = f"{compare} {limit:g}"
-        lines.append(f"| {title}: {sign} | {by_cpu:.2f} | {by_wall:.2f} | {'yes' if good else '**no**'} |")
+        lines.append(f"| {title}: {sign} | {by_cpu:.2f} | {by_wall:.2f} | {_met(good)} |")
     return "\n".join([*lines, *_others(found)])
 
 
 def _others(found: Sequence[Row]) -> list[str]:
     ours = chosen(found, contender="bringup", nodes=50, net="fast")
     lines = []
-    if ours:
-        memory = max(float(row["controller_mib"]) for row in ours)
-        lines.append(
-            f"| 50 hosts: controller's memory below 500 MiB | {memory:.0f} MiB | | "
-            f"{'yes' if memory < 500 else '**no**'} |"
-        )
-        first = max(float(row["first_s"]) for row in ours)
-        lines.append(
-            f"| 50 hosts: first line within 4 s | | {first:.1f} s | {'yes' if first <= 4 else '**no**'} |"
-        )
+    for title, mine in (("nothing to change", chosen(ours, run="again")), ("any run", ours)):
+        if mine:
+            memory = max(float(row["controller_mib"]) for row in mine)
+            first = max(float(row["first_s"]) for row in mine)
+            head = f"| 50 hosts, {title}: "
+            lines.append(
+                f"{head}controller's memory below 500 MiB | {memory:.0f} MiB | | {_met(memory < 500)} |"
+            )
+            lines.append(f"{head}first line within 4 s | | {first:.1f} s | {_met(first <= 4)} |")
     return [*lines, *_one_value(found)]
+
+
+def _met(good: bool) -> str:
+    return "yes" if good else "**no**"
 
 
 def _one_value(found: Sequence[Row]) -> list[str]:
@@ -227,7 +230,7 @@ def _one_value(found: Sequence[Row]) -> list[str]:
         good = only and took < allowed
         lines.append(
             f"| {_hosts(nodes)}, one value changed: only its role played, below 2 × {base:.1f} s + {role:.1f} s of the "
-            f"role | {'only it' if only else 'others too'} | {took:.1f} s | {'yes' if good else '**no**'} |"
+            f"role | {'only it' if only else 'others too'} | {took:.1f} s | {_met(good)} |"
         )
     return lines
 
