@@ -51,7 +51,10 @@ UNIT_PROPERTIES = (
     "NeedDaemonReload",
     "DropInPaths",
     "InvocationID",
+    "Listen",
 )
+MANAGER_FILES = Path("/proc/1/fd")
+FIFO = re.compile(r"(/\S+) \(FIFO\)")
 
 DIGESTS = {"sha256": "content", "content": "content", "record": "record", "runs from": "runs from"}
 """Fields that are digests, and what is said of them."""
@@ -99,6 +102,8 @@ def path_row(path: Path | str, state: str, **fields: Any) -> Row:
 def unit_row(name: str, on: bool, active: bool | None = None) -> Row:
     """A row for a unit: whether it starts with the node, and whether it runs (None: either)."""
     row: Row = {"kind": "unit", "name": name, "on": on, "enabled": None, "drop-ins": None, "reload": False}
+    if active and name.endswith(".socket"):
+        row["listens"] = True
     return row if active is None else {**row, "active": active}
 
 
@@ -293,9 +298,42 @@ def show_units(names: Sequence[str]) -> dict[str, dict[str, str]]:
     if not names:
         return {}
     text = run(["systemctl", "show", *names, "--property", ",".join(UNIT_PROPERTIES)])
-    blocks = text.split("\n\n")
-    shown = [dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in blocks]
+    shown = [properties(block) for block in text.split("\n\n")]
     return {name: shown[number] if number < len(shown) else {} for number, name in enumerate(names)}
+
+
+def properties(block: str) -> dict[str, str]:
+    """What `systemctl show` says of one unit; a property with several lines has their values with a space between."""
+    found: dict[str, str] = {}
+    for line in block.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            found[name] = f"{found[name]} {value}" if name in found else value
+    return found
+
+
+def is_listening(listen: str) -> bool:
+    """Does systemd hold each FIFO that a socket unit's `Listen` names? When the unit's file goes, if only for a moment,
+    systemd lets go of it, and calls the socket active all the same once the file is back ("not functional until
+    restarted"). True where that cannot be seen.
+    """
+    fifos = [Path(path) for path in FIFO.findall(listen)]
+    if not fifos:
+        return True
+    try:
+        held = {identity(handle) for handle in MANAGER_FILES.iterdir()} - {None}
+    except OSError:
+        return True
+    return all(identity(path) in held for path in fifos)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what a path leads to; None when that is nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def show_packages(names: Sequence[str]) -> dict[str, tuple[str, bool]]:
@@ -365,6 +403,7 @@ def _unit(row: Mapping[str, Any], shown: Shown) -> Row:
         "active": state.get("ActiveState") in UP,
         "drop-ins": sorted(_drop_ins(state)),
         "reload": state.get("NeedDaemonReload") == "yes",
+        "listens": is_listening(state.get("Listen", "")) if "listens" in row else None,
     }
 
 

@@ -5,9 +5,12 @@ Standard library only. Works in check mode on a node that does not have the unit
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import seal
@@ -15,7 +18,7 @@ from .undo import Journal
 
 COMMAND_LIMIT_S = 180
 UNIT_FOLDERS = ("/etc/systemd/system/",)
-PROPERTIES = ("LoadState", "ActiveState", "UnitFileState", "NeedDaemonReload")
+PROPERTIES = ("LoadState", "ActiveState", "UnitFileState", "NeedDaemonReload", "Listen")
 
 
 class UnitsFailed(Exception):
@@ -53,7 +56,7 @@ def systemctl(*words: str) -> tuple[int, str]:
 def show(name: str) -> dict[str, str]:
     """PROPERTIES of a unit."""
     _, out = systemctl("show", name, "--property", ",".join(PROPERTIES))
-    found = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+    found = seal.properties(out)
     return {key: found.get(key, "") for key in PROPERTIES}
 
 
@@ -66,9 +69,24 @@ def steps(unit: Unit, state: Mapping[str, str], changed: Sequence[str]) -> list[
         todo.append("enable" if unit.enabled else "disable")
     if unit.started is not None and unit.started != is_active:
         todo.append("start" if unit.started else "stop")
-    elif unit.started and set(unit.restart_on) & set(changed):
+    elif unit.started and (set(unit.restart_on) & set(changed) or not seal.is_listening(state["Listen"])):
         todo.append("restart")
     return todo
+
+
+@contextmanager
+def kept_open(listen: str) -> Iterator[None]:
+    """Holds a socket unit's FIFOs for as long: who writes into one meanwhile finds it open, and what was written is
+    read by the next."""
+    handles = []
+    try:
+        for path in seal.FIFO.findall(listen):
+            if Path(path).is_fifo():
+                handles.append(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        yield
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def apply(
@@ -92,16 +110,18 @@ def apply(
         states = {unit.name: show(unit.name) for unit in units}
     failed = []
     for unit in units:
-        for step in steps(unit, states[unit.name], changed):
+        # What was done to one may have moved another: a socket takes its service along.
+        state = show(unit.name) if done and not check_only else states[unit.name]
+        for step in steps(unit, state, changed):
             done.append(f"{step} {unit.name}")
             if check_only:
                 continue
             if undo:
-                state = states[unit.name]
                 Journal(undo).remember_unit(
                     unit.name, state["UnitFileState"], state["ActiveState"] == "active"
                 )
-            code, said = systemctl(step, unit.name)
+            with kept_open(state["Listen"]):
+                code, said = systemctl(step, unit.name)
             if code != 0:
                 failed.append(f"systemctl {step} {unit.name}: {said}")
                 break

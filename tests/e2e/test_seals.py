@@ -26,6 +26,13 @@ MUTATIONS = {
         "systemctl is-enabled bringup-restart-{name}.timer && systemctl is-active bringup-restart-{name}.timer"
         " && getent passwd bringup-log | grep -q nologin",
     ),
+    "a log's socket whose file went and came back": (
+        "cd /etc/systemd/system && mv bringup-log-{name}.socket /root/kept && systemctl daemon-reload"
+        " && mv /root/kept bringup-log-{name}.socket && systemctl daemon-reload",
+        {("log_rotation", "listens")},
+        "ls -l /proc/1/fd | grep -q /run/bringup/log/{name} && systemctl is-active bringup-log-{name}.service"
+        " && systemctl restart bringup-{name}.service",
+    ),
     "a server that somebody stopped, and the plan that lies there": (
         "systemctl stop bringup-{name}.service; echo '{{}}' >/etc/bringup/plan.json",
         {("engine_service", "state"), ("run_stamp", "content")},

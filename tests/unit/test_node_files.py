@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bringup.node import place, units
+from bringup.node import place, seal, units
 
 USER = getpass.getuser()
 GROUP = grp.getgrgid(os.getgid()).gr_name
@@ -146,8 +146,9 @@ RUNNING = {
     "ActiveState": "active",
     "UnitFileState": "enabled",
     "NeedDaemonReload": "no",
+    "Listen": "",
 }
-ABSENT = {"LoadState": "not-found", "ActiveState": "inactive", "UnitFileState": "", "NeedDaemonReload": "no"}
+ABSENT = {**RUNNING, "LoadState": "not-found", "ActiveState": "inactive", "UnitFileState": ""}
 
 
 @pytest.mark.parametrize(
@@ -166,3 +167,38 @@ def test_a_unit_gets_only_the_steps_that_it_needs(
     unit: units.Unit, state: dict[str, str], changed: list[str], steps: list[str]
 ) -> None:
     assert units.steps(unit, state, changed) == steps
+
+
+def test_a_socket_that_systemd_let_go_of_is_restarted_and_what_is_written_meanwhile_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo, manager = tmp_path / "log", tmp_path / "fd"
+    os.mkfifo(fifo)
+    manager.mkdir()
+    (manager / "3").symlink_to(fifo)
+    (manager / "4").symlink_to(tmp_path / "gone")
+    monkeypatch.setattr(seal, "MANAGER_FILES", manager)
+    unit, listen = units.Unit("bringup-log-a.socket"), f"/nowhere (Stream) {fifo} (FIFO)"
+    state, row = {**RUNNING, "Listen": listen}, seal.unit_row("bringup-log-a.socket", on=True, active=True)
+    shown = seal.Shown()
+    shown.units = {unit.name: state}
+    assert units.steps(unit, state, []) == []
+    assert seal.differences(row, seal.observe(row, shown)) == []
+    (manager / "3").unlink()
+    assert units.steps(unit, state, []) == ["restart"]
+    (told,) = seal.differences(row, seal.observe(row, shown))
+    assert (told["what"], told["field"], told["found"]) == ("unit bringup-log-a.socket", "listens", False)
+    with units.kept_open(listen):
+        writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(writer, b"said meanwhile")
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    assert os.read(reader, 100) == b"said meanwhile"
+    for handle in (writer, reader):
+        os.close(handle)
+
+
+def test_a_property_with_several_lines_keeps_all_of_them() -> None:
+    assert seal.properties("Listen=/a (FIFO)\nListen=/b (FIFO)\nNames=x=y") == {
+        "Listen": "/a (FIFO) /b (FIFO)",
+        "Names": "x=y",
+    }
