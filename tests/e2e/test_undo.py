@@ -12,14 +12,15 @@ ROLE = "scheduled_restart"
 
 TREE = """
 cd /
-skip='^/?(etc/(hosts|ld\\.so\\.cache|mtab|machine-id)( |$)|.*/__pycache__)'
+skip='^/?(etc/(hosts|ld\\.so\\.cache|mtab|machine-id|(passwd|shadow|group|gshadow)-)( |$)|.*/__pycache__)'
 find etc usr/local usr/lib/systemd opt srv -xdev \\( -type f -o -type l -o -type d \\) -printf '%p %y %m %U:%G %l\\n' |
   grep -Ev "$skip" | sort
 find etc usr/local usr/lib/systemd opt srv -xdev -type f -size -1024k -print0 | grep -zEv "$skip" | sort -z |
   xargs -0 b2sum
 systemctl list-units --all --plain --no-legend 'bringup-*' | awk '{print $1, $3}' | sort
 """
-"""Every file, link and folder where roles bring things, with owner, mode and content, and the units that are there."""
+"""Every file, link and folder where roles bring things, with owner, mode and content, and the units that are there.
+Not the copies that the tools for users keep of how it was before their last change."""
 
 
 def tree(name: str) -> str:
