@@ -110,8 +110,8 @@ def apply(
         states = {unit.name: show(unit.name) for unit in units}
     failed = []
     for unit in units:
-        # What was done to one may have moved another: a socket takes its service along.
-        state = show(unit.name) if done and not check_only else states[unit.name]
+        # A socket that is restarted takes the services that require it along: systemd restarts those that run.
+        state = states[unit.name]
         for step in steps(unit, state, changed):
             done.append(f"{step} {unit.name}")
             if check_only:
