@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ LIED = 125
 
 @dataclass(frozen=True)
 class Scenario:
-    """One scenario of one role."""
+    """One scenario of one role, in one checkout."""
 
     role: str
     name: str
+    checkout: Path = ROOT
 
     @property
     def title(self) -> str:
@@ -54,9 +56,14 @@ class Scenario:
         return f"{self.role}/{self.name}"
 
     @property
-    def node(self) -> str:
-        """Its container: a valid host name, and no other scenario's."""
+    def files(self) -> str:
+        """What the names of its files begin with: no other scenario's of this checkout."""
         return f"molecule-{self.role}-{self.name}".replace("_", "-")
+
+    @property
+    def node(self) -> str:
+        """Its container: a valid host name, no other scenario's and no other checkout's with the same engine."""
+        return f"{self.files}-{hashlib.sha256(os.fsencode(self.checkout)).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,17 @@ def environment(scenario: Scenario, image: str, engine: lab.Engine) -> dict[str,
 
 def state(scenario: Scenario) -> Path:
     """Where molecule keeps what it has made for a scenario."""
-    return LOGS / "state" / scenario.node
+    return LOGS / "state" / scenario.files
+
+
+def log_of(scenario: Scenario) -> Path:
+    """What a scenario's last try said."""
+    return LOGS / f"{scenario.files}.log"
 
 
 def rehearsal(scenario: Scenario) -> Path:
     """Where tests/molecule/callback/rehearsal.py writes what each play of a scenario said."""
-    return LOGS / f"{scenario.node}.rehearsal.jsonl"
+    return LOGS / f"{scenario.files}.rehearsal.jsonl"
 
 
 def lies(lines: Sequence[str]) -> list[str]:
@@ -170,7 +182,7 @@ def remove_nodes(engine: lab.Engine, scenario: Scenario) -> None:
 def play(scenario: Scenario, command: Sequence[str], image: str, engine: lab.Engine) -> Result:
     """One scenario through molecule; its output goes to its log."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    log = LOGS / f"{scenario.node}.log"
+    log = log_of(scenario)
     if command[0] == "test":
         remove_nodes(engine, scenario)
         # What a run that was broken off believes to be there is gone as well.
@@ -220,13 +232,29 @@ def tell(result: Result) -> None:
     print(f"{verdict} {result.scenario.title} {result.seconds:.0f} s", flush=True)
 
 
+def first_log(log: Path) -> Path:
+    """Where the log of a failed try lies while and after its scenario is tried again."""
+    return log.with_suffix(".first.log")
+
+
+def put_aside(result: Result) -> Result:
+    """The same result with its log where a second try leaves it alone."""
+    return replace(result, log=result.log.replace(first_log(result.log)))
+
+
 def second_try(result: Result, image: str, engine: lab.Engine) -> Result:
     """A failed scenario alone on a fresh node: when it passes, the machine was in the way, and both are said."""
-    print(ending(result), flush=True)
+    first = put_aside(result)
+    print(ending(first), flush=True)
     again = play(result.scenario, ("test",), image, engine)
     if again.code == 0:
-        print(f"UNSTABLE {result.scenario.title}: failed, then passed alone on a fresh node", flush=True)
+        print(unstable(first), flush=True)
     return again
+
+
+def unstable(first: Result) -> str:
+    """What is said of a scenario whose second try passed."""
+    return f"UNSTABLE {first.scenario.title}: failed, then passed alone on a fresh node; its first log: {first.log}"
 
 
 def ending(result: Result) -> str:
@@ -258,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = lab.ensure_engine()
         image = lab.ensure_image(engine=engine)
         known = yaml.safe_load(SECONDS.read_text()) or {}
+        for item in chosen:
+            first_log(log_of(item)).unlink(missing_ok=True)
         with ThreadPoolExecutor(options.jobs) as pool:
             runs = [
                 pool.submit(play, item, options.command.split(), image, engine)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from bringup import ROOT
 from tests import stages
 from tests.molecule import run
 
@@ -48,8 +51,35 @@ def test_unknown_scenarios_run_first_then_the_longest() -> None:
     assert ordered == ["gateway/tls", "gateway/default", "engine_service/default"]
 
 
-def test_a_node_of_a_scenario_has_a_valid_host_name() -> None:
-    assert run.Scenario("engine_service", "no_space").node == "molecule-engine-service-no-space"
+def test_a_node_of_a_scenario_has_a_valid_host_name_of_its_checkout() -> None:
+    node = run.Scenario("engine_service", "no_space", Path("/home/one/bringup")).node
+    assert re.fullmatch("molecule-engine-service-no-space-[0-9a-f]{8}", node)
+    assert len(f"{node}-a") <= 63
+    assert node == run.Scenario("engine_service", "no_space", Path("/home/one/bringup")).node
+    assert node != run.Scenario("engine_service", "no_space", Path("/home/two/bringup")).node
+
+
+def test_every_node_of_every_scenario_has_the_name_that_tells_its_checkout() -> None:
+    given = "${BRINGUP_NODE:-molecule-node}"
+    for item in run.find(ROOT / "roles"):
+        written = yaml.safe_load(
+            (ROOT / "roles" / item.role / "molecule" / item.name / "molecule.yml").read_text()
+        )
+        names = [platform["name"] for platform in written["platforms"]]
+        assert names, item.title
+        assert [name for name in names if not re.fullmatch(f"{re.escape(given)}(-[a-z0-9]+)?", name)] == []
+
+
+def test_the_log_of_a_first_try_stays_and_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "molecule-gateway-tls.log"
+    log.write_text("fatal: the first try\n")
+    first = run.put_aside(run.Result(ALL[2], 2, 31.0, log))
+    log.write_text("the second try\n")
+    assert first.log == tmp_path / "molecule-gateway-tls.first.log"
+    assert "fatal: the first try" in run.ending(first)
+    assert run.unstable(first).startswith("UNSTABLE gateway/tls: ")
+    assert str(first.log) in run.unstable(first)
+    assert log.read_text() == "the second try\n"
 
 
 def test_the_table_counts_stages_in_a_line_that_stands_alone() -> None:
