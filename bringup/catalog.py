@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from bringup import ROOT, calendars, windows
-from bringup.entries import Entry, build, read_yaml
+from bringup.entries import Entry, build
 from bringup.errors import Problem, UsageError, unknown
+from bringup.yamlfile import read_yaml
 
 FOLDER = ROOT / "catalog"
 KINDS = ("platforms", "engines", "models", "profiles")

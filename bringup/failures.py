@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bringup import ROOT, entries, logtext, multifind
+from bringup import ROOT, entries, logtext, multifind, yamlfile
 from bringup.errors import Problem, UsageError
 
 FOLDER = ROOT / "catalog" / "failures"
@@ -341,7 +341,7 @@ def load(folder: Path = FOLDER) -> dict[str, Failure]:
     problems: list[Problem] = []
     for path in sorted(folder.glob("*.yml")):
         try:
-            causes[path.stem] = entries.build(Failure, entries.read_yaml(path, path.name), path.name)
+            causes[path.stem] = entries.build(Failure, yamlfile.read_yaml(path, path.name), path.name)
         except UsageError as error:
             problems.extend(error.problems)
     for cause, failure in causes.items():

@@ -184,7 +184,7 @@ def _quotes(found: LaunchLine) -> list[Finding]:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
-    from bringup.entries import read_yaml
+    from bringup.yamlfile import read_yaml
 
     data = read_yaml(ROOT / "catalog" / "rules" / "_known.yml", "catalog/rules/_known.yml")
     assert isinstance(data, dict)

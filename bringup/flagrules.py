@@ -16,8 +16,9 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from bringup import ROOT
-from bringup.entries import Entry, build, read_yaml
+from bringup.entries import Entry, build
 from bringup.flags import CODES, ModelFacts, Settings, Severity
+from bringup.yamlfile import read_yaml
 
 FOLDER = ROOT / "catalog" / "rules"
 

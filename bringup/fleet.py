@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from bringup import ROOT
 from bringup import inventory as inventories
-from bringup.entries import Vaulted
 from bringup.errors import Problem, UsageError, unknown
+from bringup.yamlfile import Vaulted
 
 AT_ONCE = 32
 """Connections at once: enough to hide the round trips, few enough for one controller's file limits."""

@@ -15,8 +15,9 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from bringup import ROOT
 from bringup.catalog import ChangeWindow, DraftingWish, FlagValue, Positive, RestartWish, Word
-from bringup.entries import Entry, Vaulted, read_yaml
+from bringup.entries import Entry
 from bringup.errors import Problem, did_you_mean
+from bringup.yamlfile import Vaulted, read_yaml
 
 PASSED_THROUGH = ("ansible_", "vault_")
 """Beginnings of variables that are Ansible's or secrets: no plan reads them."""

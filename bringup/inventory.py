@@ -1,7 +1,7 @@
 """Reads `inventories/<name>/` as Ansible merges it, without Ansible: fast, offline, all problems at once.
 
 Read are `hosts.yml` (groups, children, vars, host ranges such as `node[01:08]`), `group_vars/` and
-`host_vars/` (a file or a folder of files). Values encrypted by vault stay closed (`entries.Vaulted`), and
+`host_vars/` (a file or a folder of files). Values encrypted by vault stay closed (`yamlfile.Vaulted`), and
 files that are encrypted whole are left out: what they hold is named `vault_*` and no plan needs it.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bringup import ROOT
-from bringup.entries import parse_yaml, read_text
 from bringup.errors import Problem, UsageError, unknown
+from bringup.yamlfile import parse_yaml, read_text
 
 INVENTORIES = ROOT / "inventories"
 HOSTS_FILES = ("hosts.yml", "hosts.yaml")

@@ -17,11 +17,12 @@ from pydantic import AfterValidator, Field, NonNegativeInt
 
 from bringup import ROOT, hubs
 from bringup.catalog import Catalog, Model, lazy
-from bringup.entries import Entry, build, read_yaml
+from bringup.entries import Entry, build
 from bringup.errors import BringupError, HostFailed, Problem, UsageError
 from bringup.node import store
 from bringup.node.files import write_atomic
 from bringup.planned import HostPlan, ModelFile
+from bringup.yamlfile import read_yaml
 
 if TYPE_CHECKING:
     from bringup.fleet import Host

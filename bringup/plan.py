@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from bringup import catalog as catalogs
 from bringup import fit, flags, intent, inventory, placement
 from bringup.catalog import Catalog, Engine, Graft, Model, Platform, Profile, uses_mtp
-from bringup.entries import build, read_text
+from bringup.entries import build
 from bringup.errors import Problem, UsageError
 from bringup.intent import Intent, LogWish, ServiceIntent
 from bringup.inventory import Inventory
@@ -41,6 +41,7 @@ from bringup.planned import (
     Service,
     WarmUp,
 )
+from bringup.yamlfile import read_text
 
 LIBRARY = "/opt/bringup/lib"
 ENVIRONMENTS = "/opt/bringup/environments"

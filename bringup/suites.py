@@ -10,8 +10,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from bringup import ROOT
 from bringup.bench import Load
-from bringup.entries import Entry, build, read_yaml
+from bringup.entries import Entry, build
 from bringup.errors import Problem, UsageError, unknown
+from bringup.yamlfile import read_yaml
 
 FOLDER = ROOT / "catalog" / "suites"
 PROMPTS = "prompts"

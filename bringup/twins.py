@@ -238,7 +238,7 @@ class Fault:
 
 def faults() -> dict[str, Fault]:
     """Every fault by its name."""
-    from bringup.entries import read_yaml
+    from bringup.yamlfile import read_yaml
 
     found = {}
     for path in sorted(FAULTS.glob("*.yml")):

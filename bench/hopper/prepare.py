@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.hopper import prune
 from bringup import ROOT, catalog, lab
-from bringup.entries import read_yaml
+from bringup.yamlfile import read_yaml
 
 HOP = ROOT / ".hop"
 STOCK = HOP / "stock"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bringup import ROOT, systemd
-from bringup.entries import read_text
 from bringup.planned import HostPlan, Plan
 from bringup.rolevars import entries
+from bringup.yamlfile import read_text
 
 SETTINGS_UNIT = "bringup-gpu-settings.service"
 KEYRING = "/etc/apt/keyrings/bringup-driver.asc"

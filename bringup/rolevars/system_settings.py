@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from bringup import ROOT
-from bringup.entries import read_yaml
 from bringup.planned import HostPlan, Plan
 from bringup.rolevars import entries
+from bringup.yamlfile import read_yaml
 
 SETTINGS = "catalog/settings/gpu-node.yml"
 SHM_UNIT = "bringup-shm.service"

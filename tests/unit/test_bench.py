@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bringup import bench
-from bringup.entries import read_yaml
+from bringup.yamlfile import read_yaml
 
 CASES = Path(__file__).parents[1] / "cases" / "bench"
 LOAD = bench.Load(256, 512)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bringup import enginelog
-from bringup.entries import read_yaml
+from bringup.yamlfile import read_yaml
 
 CASES = Path(__file__).parents[1] / "cases" / "enginelog"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bringup import diagnose, entries, failures, logtext, multifind
+from bringup import diagnose, entries, failures, logtext, multifind, yamlfile
 from bringup.errors import UsageError
 
 ANSWERS = {
@@ -88,7 +88,7 @@ def test_lines_that_a_rule_knows_already_are_refused_with_its_name(tmp_path: Pat
 
 def test_a_guess_does_not_keep_a_rule_for_its_line_out(tmp_path: Path) -> None:
     path = failures.add("flux-empty", [LINE], ANSWERS, tmp_path)
-    entry = entries.read_yaml(path, path.name)
+    entry = yamlfile.read_yaml(path, path.name)
     entry["match"] = [{"trouble": "flux capacitor", "confidence": 0.6}]
     failures._write(path, entry)
     failures.add("flux-lost", ["flux capacitor was lost"], ANSWERS, tmp_path)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from bringup import catalog, fit
-from bringup.entries import build, read_yaml
+from bringup.entries import build
 from bringup.errors import UsageError
 from bringup.planned import Finding, Fit
+from bringup.yamlfile import read_yaml
 
 CASES = Path(__file__).parents[1] / "cases" / "fit"
 FACTS = read_yaml(CASES / "facts.yml")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bringup.entries import read_yaml
 from bringup.flagcheck import check_line
+from bringup.yamlfile import read_yaml
 
 FOLDER = Path(__file__).resolve().parents[1] / "cases" / "flags"
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from bringup import intent
-from bringup.entries import Vaulted, build
+from bringup.entries import build
 from bringup.errors import UsageError
 from bringup.intent import Intent
+from bringup.yamlfile import Vaulted
 
 SERVICE = {"name": "glm", "profile": "p", "port": 8000}
 

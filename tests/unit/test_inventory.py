@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bringup import ROOT, inventory
-from bringup.entries import Vaulted
 from bringup.errors import UsageError
+from bringup.yamlfile import Vaulted
 
 FILES = {
     "hosts.yml": """

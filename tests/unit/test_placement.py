@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from bringup import placement
-from bringup.entries import read_yaml
 from bringup.errors import UsageError
 from bringup.planned import Placement
+from bringup.yamlfile import read_yaml
 
 FACTS = Path(__file__).parents[1] / "facts"
 CASES = sorted(FACTS.glob("*/topology/*.yml"))

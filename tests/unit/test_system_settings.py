@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bringup import ROOT
-from bringup.entries import read_yaml
 from bringup.node import packages, settings, undo
 from bringup.node.settings import Value
 from bringup.rolevars import system_settings
+from bringup.yamlfile import read_yaml
 from tests.molecule.gpu_node import host
 
 

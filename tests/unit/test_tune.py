@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from bringup import bench, catalog, tune
-from bringup.entries import build, read_yaml
+from bringup.entries import build
 from bringup.errors import UsageError
+from bringup.yamlfile import read_yaml
 
 CASES = Path(__file__).parents[1] / "cases" / "tune"
 NAMES = sorted(path.stem for path in CASES.glob("*.yml"))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bringup import catalog, plan, preflight, twins
-from bringup.entries import read_yaml
 from bringup.planned import HostPlan, Plan
+from bringup.yamlfile import read_yaml
 from tests.lab.twin import offline
 
 HERE = Path(__file__).resolve().parent
