@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bringup import failures
-    from bringup.evidence import Reading
-    from bringup.nearest import Guess
     from bringup.verdicts import Context, Finding, Line
 
 SCHEMA_VERSION = 1
@@ -23,14 +21,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, most likely first, and what was read.
-
-    `perhaps`: where nothing was found, causes whose wording is near; no finding, and no reason for an exit code.
-    """
+    """What was found, most likely first, and what was read."""
 
     findings: tuple[Finding, ...]
     unusual: tuple[Line, ...] = ()
-    perhaps: tuple[Guess, ...] = ()
     lines: int = 0
     size: int = 0
     sources: tuple[str, ...] = field(default=())
@@ -51,7 +45,6 @@ class Diagnosis:
             "schema_version": SCHEMA_VERSION,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "unusual": [dataclasses.asdict(line) for line in self.unusual],
-            "perhaps": [dataclasses.asdict(guess) for guess in self.perhaps],
             "read": {"lines": self.lines, "bytes": self.size, "sources": list(self.sources)},
         }
 
@@ -85,30 +78,8 @@ def _of(sources: Any, context: Context | None) -> Diagnosis:
     names: list[str] = []
     reading = evidence.read(_named(sources, names), library)
     findings = verdicts.judge(reading, library, context or verdicts.Context())
-    findings, perhaps = _by_words(reading, library, findings)
     unusual = verdicts.unusual(reading, findings)
-    return Diagnosis(findings, unusual, perhaps, reading.lines, reading.size, tuple(names))
-
-
-def _by_words(
-    reading: Reading, library: failures.Library, findings: tuple[Finding, ...]
-) -> tuple[tuple[Finding, ...], tuple[Guess, ...]]:
-    """The findings, with the cause that the words name where no rule found one, and what else they may mean."""
-    if any(item.severity != "note" for item in findings):
-        return findings, ()
-    from bringup import verdicts
-
-    texts = verdicts.troubled(reading, findings)
-    if not texts:
-        return findings, ()
-    from bringup import nearest
-
-    answer = nearest.ask(texts, nearest.index(), library.causes)
-    if answer.guess is None:
-        return findings, answer.perhaps
-    cause = answer.guess.cause
-    named = verdicts.by_words(cause, library.causes[cause], answer.lines, answer.guess.words)
-    return (named, *findings), ()
+    return Diagnosis(findings, unusual, reading.lines, reading.size, tuple(names))
 
 
 def _named(sources: Any, names: list[str]) -> Any:
@@ -140,11 +111,6 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         console.print("\nUnusual lines that no rule knows:", highlight=False)
         for line in diagnosis.unusual:
             _show_line(line, console)
-    if diagnosis.perhaps:
-        names = ", ".join(guess.cause for guess in diagnosis.perhaps)
-        console.print(
-            f"\nPerhaps, by the words alone (invoke diagnose --explain CAUSE): {names}", highlight=False
-        )
     if notes:
         names = ", ".join(item.cause for item in notes)
         console.print(f"\nHarmless: {names}", highlight=False, style="dim")
@@ -163,11 +129,6 @@ def _show_finding(number: int, finding: Finding, console: Console) -> None:
     )
     for line in finding.lines:
         _show_line(line, console)
-    if finding.words:
-        led = ", ".join(finding.words)
-        console.print(
-            f"  [dim]No rule knows this line; it is worded like this cause: {escape(led)}[/]", highlight=False
-        )
     rows = [("Means", finding.meaning), ("Check", finding.check), ("Do", finding.remedy)]
     if finding.runbook:
         rows.append(("Runbook", f"invoke run {finding.runbook}"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from bringup import failures, logtext
+from bringup import failures
 from bringup.evidence import Hit, Hits, Reading
 
 MIN_CONFIDENCE = 0.5
@@ -14,15 +14,6 @@ MIN_CONFIDENCE = 0.5
 
 WEAK = 0.7
 """A root cause less sure than this comes after the surer ones."""
-
-BY_WORDS = 0.55
-"""How sure a cause is that only its words name: less than any rule is."""
-
-REPORT_LINES = 8
-"""Lines of a text that is compared as a whole: what somebody wrote or copied, not a log."""
-
-LINES_TRIED = 12
-"""Kinds of lines of a log that are compared with known wordings, the last ones."""
 
 LINES_SHOWN = 6
 UNUSUAL_SHOWN = 8
@@ -76,8 +67,6 @@ class Finding:
     gpus: tuple[str, ...]
     hardware_suspect: bool
     sources: tuple[str, ...]
-    words: tuple[str, ...] = ()
-    """Words that led to it where no rule did (bringup/nearest.py)."""
 
 
 def judge(reading: Reading, library: failures.Library, context: Context) -> tuple[Finding, ...]:
@@ -111,45 +100,6 @@ def unusual(reading: Reading, findings: Iterable[Finding]) -> tuple[Line, ...]:
         if (hit.source, hit.number) not in shown:
             kinds[re.sub(r"\d+", "0", hit.text)] = hit
     return tuple(_line(hit) for hit in list(kinds.values())[-UNUSUAL_SHOWN:])
-
-
-def troubled(reading: Reading, findings: Iterable[Finding] = ()) -> list[tuple[Line, ...]]:
-    """What is worth comparing with known wordings: a short text as a whole when a line of it speaks of trouble, else
-    the lines of a log that do, one of each kind. Not what a finding shows (a note), nor the rest of a short text then.
-    """
-    shown = {(line.source, line.number) for finding in findings for line in finding.lines}
-    head = reading.head.splitlines()
-    whole = len(reading.sources) == 1 and reading.size <= len(reading.head.encode("utf-8", "replace"))
-    if whole and len(head) <= REPORT_LINES:
-        lines = [
-            Line(reading.sources[0], number, text)
-            for number, line in enumerate(head, 1)
-            for text in logtext.records(line.encode("utf-8", "replace"))
-            if not logtext.is_echo(text)
-        ]
-        return [tuple(lines)] if not shown and any(_is_trouble(line.text) for line in lines) else []
-    hits = reading.hits.get(failures.UNUSUAL)
-    kept = [
-        hit
-        for hit in (hits.kept() if hits else ())
-        if _is_trouble(hit.text) and (hit.source, hit.number) not in shown
-    ]
-    kinds = {re.sub(r"\d+", "0", hit.text): hit for hit in kept}
-    return [(_line(hit),) for hit in list(kinds.values())[-LINES_TRIED:]]
-
-
-_TROUBLE = re.compile(f"{failures.UNUSUAL}|{failures.TROUBLE}", re.IGNORECASE | re.ASCII)
-_NOTICE = re.compile(failures.NOTICE, re.IGNORECASE | re.ASCII)
-
-
-def _is_trouble(line: str) -> bool:
-    return bool(_TROUBLE.search(line)) and not _NOTICE.search(line)
-
-
-def by_words(cause: str, failure: failures.Failure, lines: Iterable[Line], words: Iterable[str]) -> Finding:
-    """A finding that no rule made: the lines are worded like the cause."""
-    hits = [Hit(line.source, line.number, line.number, line.text) for line in lines]
-    return replace(_finding(cause, failure, hits, BY_WORDS, len(hits)), words=tuple(words))
 
 
 _ENGINES = (

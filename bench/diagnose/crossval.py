@@ -5,9 +5,7 @@
 *Cases*: the public cases that the rules were written with. *Held out* and *collected*: public reports that were
 collected later (how many were found at first sight is in docs/diagnose.md). *Cross-validation*: each report is judged
 without those alternatives of its cause's rule that no other report of that cause uses, so by the wording of other
-reports alone; a cause with a single report loses its whole wording. *With words*: where the rules then find nothing,
-by the words (bringup/nearest.py), without any wording from the same page and any sample that the report holds.
-By group: the part of the machine the cause is in.
+reports alone; a cause with a single report loses its whole wording. By group: the part of the machine the cause is in.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import argparse
 import json
 import re
 import sys
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bringup import diagnose, evidence, failures, logtext, nearest, verdicts  # noqa: E402  (the path is set above)
+from bringup import diagnose, evidence, failures, logtext, verdicts  # noqa: E402  (the path is set above)
 
-CASES = ROOT / "tests" / "cases" / "failures" / "cases-open.jsonl"
-FOLDS = 20
-"""Parts of the wordings that are left out in turn; pages stay whole."""
+CASES = ROOT / "tests" / "cases" / "failures"
+NONE = "benign"
+"""The label of what looks like trouble and is not."""
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -40,18 +37,18 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def sets() -> dict[str, list[dict[str, Any]]]:
     """The reports by how they came, the harmless ones as a set of their own."""
-    cases, wordings = rows(CASES), rows(nearest.WORDINGS)
-    lines = nearest.HARMLESS.read_text(encoding="utf-8").splitlines()
+    cases, wordings = rows(CASES / "cases-open.jsonl"), rows(CASES / "wordings.jsonl")
+    lines = (CASES / "harmless-lines.txt").read_text(encoding="utf-8").splitlines()
     healthy = [
-        {"id": f"line {number}", "cause": nearest.NONE, "evidence": [line], "source": line}
+        {"id": f"line {number}", "cause": NONE, "evidence": [line], "source": line}
         for number, line in enumerate(lines, 1)
     ]
-    faults = [row for row in wordings if row["cause"] != nearest.NONE]
+    faults = [row for row in wordings if row["cause"] != NONE]
     return {
-        "cases": [row for row in cases if row["cause"] != nearest.NONE],
+        "cases": [row for row in cases if row["cause"] != NONE],
         "held out": [row for row in faults if row["id"].startswith("heldout-")],
         "collected": [row for row in faults if not row["id"].startswith("heldout-")],
-        "harmless": [row for row in cases + wordings if row["cause"] == nearest.NONE] + healthy,
+        "harmless": [row for row in cases + wordings if row["cause"] == NONE] + healthy,
     }
 
 
@@ -125,29 +122,6 @@ def _matches(pattern: str, text: str) -> bool:
     return any(re.search(pattern, line, re.IGNORECASE | re.ASCII) for line in text.splitlines())
 
 
-def by_words(reports: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """For each report the cause that words name without its own page's wordings (None: no cause), by its id."""
-    known = nearest.known(failures.load())
-    answers: dict[str, str | None] = {}
-    for fold in range(FOLDS):
-        held = [row for row in reports if _fold(row["source"]) == fold]
-        lines = {line.strip() for row in held for line in text_of(row).splitlines()}
-        index = nearest.Index(
-            item
-            for item in known
-            if _fold(item.source) != fold and not {line.strip() for line in item.text.splitlines()} <= lines
-        )
-        for row in held:
-            reading = evidence.read([evidence.of_text("case", text_of(row))], failures.library())
-            guess = nearest.ask(verdicts.troubled(reading), index, failures.library().causes).guess
-            answers[row["id"]] = guess.cause if guess else None
-    return answers
-
-
-def _fold(source: str) -> int:
-    return zlib.crc32(source.encode()) % FOLDS
-
-
 def main() -> None:
     """Print found, wrong and missed of each set, then cross-validation by group and what it lost."""
     argparse.ArgumentParser(
@@ -162,31 +136,22 @@ def main() -> None:
     alarms = sum(first(text_of(row)) is not None for row in harmless)
     print(f"harmless          {len(harmless) - alarms:4} of {len(harmless)} silent")
     reports = [row for some in some_of.values() for row in some]
-    worded = by_words([*reports, *harmless])
     for name, some in some_of.items():
-        rules = {row["id"]: without_own(row, library, reports) for row in some}
-        got = {key: cause or worded[key] for key, cause in rules.items()}
+        got = {row["id"]: without_own(row, library, reports) for row in some}
         print(f"\ncross-validation of {name}")
-        _line("by rules alone", some, rules)
-        lost = _line("with words", some, got)
+        lost = _line(some, got)
         _by_group(some, lost, library)
         if name == "cases":
             for row in lost:
                 print(f"  {row['id']}: {row['cause']} -> {got[row['id']] or 'nothing'}")
-    named = [row for row in harmless if worded[row["id"]] and first(text_of(row)) is None]
-    print(f"\nharmless reports that words alone would give a cause: {len(named)} of {len(harmless)}")
-    for row in named:
-        print(f"  {row['id']}: {worded[row['id']]}")
 
 
-def _line(
-    name: str, some: Sequence[Mapping[str, Any]], got: Mapping[str, str | None]
-) -> list[Mapping[str, Any]]:
+def _line(some: Sequence[Mapping[str, Any]], got: Mapping[str, str | None]) -> list[Mapping[str, Any]]:
     """Print how many were right; the reports that were not."""
     lost = [row for row in some if got[row["id"]] != row["cause"]]
     wrong = sum(got[row["id"]] is not None for row in lost)
     kept = len(some) - len(lost)
-    print(f"  {name:16}{kept:4} of {len(some)} first, {wrong} wrong, {len(lost) - wrong} nothing")
+    print(f"  {kept:4} of {len(some)} first, {wrong} wrong, {len(lost) - wrong} nothing")
     return lost
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, diagnose, failuredocs, failures, logtext, nearest
+from bringup import ROOT, diagnose, failuredocs, failures, logtext
 from bringup.verdicts import Context
 
 CASES = ROOT / "tests" / "cases" / "failures"
@@ -97,7 +97,7 @@ def test_harmless_public_lines_raise_no_alarm() -> None:
 
 def test_collected_wordings_keep_their_cause() -> None:
     """Short lines of public reports; how many were found at first sight is in docs/diagnose.md."""
-    rows = _rows(nearest.WORDINGS)
+    rows = _rows(CASES / "wordings.jsonl")
     verdicts = {row["id"]: (row["cause"], _first(_text(row))) for row in rows}
     missed = {
         key: pair for key, pair in verdicts.items() if pair[1] != (None if pair[0] == "benign" else pair[0])
@@ -110,13 +110,13 @@ def test_collected_wordings_keep_their_cause() -> None:
 
 
 def test_every_collected_wording_is_a_known_cause_with_a_source() -> None:
-    rows = _rows(nearest.WORDINGS)
+    rows = _rows(CASES / "wordings.jsonl")
     assert len({row["id"] for row in rows}) == len(rows)
     assert {row["cause"] for row in rows} - {"benign"} <= set(CAUSES)
     assert all(row["source"].startswith("https://") and row["evidence"] for row in rows)
 
 
-@pytest.mark.parametrize("line", nearest.HARMLESS.read_text(encoding="utf-8").splitlines())
+@pytest.mark.parametrize("line", (CASES / "harmless-lines.txt").read_text(encoding="utf-8").splitlines())
 def test_lines_of_healthy_machines_raise_no_alarm(line: str) -> None:
     assert _first(line) is None
 

@@ -156,6 +156,7 @@ def test_notes_alone_are_nothing_found() -> None:
 def test_json_has_a_schema_version_and_all_an_operator_needs() -> None:
     data = json.loads(json.dumps(diagnose.of_sources({"journal": FULL, "dmesg": ""}).as_json()))
     assert data["schema_version"] == 1
+    assert set(data) == {"schema_version", "findings", "unusual", "read"}
     finding = data["findings"][0]
     assert {
         "cause",
@@ -171,6 +172,14 @@ def test_json_has_a_schema_version_and_all_an_operator_needs() -> None:
     assert finding["lines"] == [{"source": "journal", "number": 1, "text": FULL}]
     assert data["read"]["sources"] == ["journal", "dmesg"]
     assert int(diagnose.of_text(FULL).exit) == 4
+
+
+def test_what_no_rule_knows_is_shown_as_it_is_and_no_cause() -> None:
+    diagnosis = diagnose.of_text("INFO all is well\nFATAL error: the flux capacitor could not be charged")
+    assert (diagnosis.findings, int(diagnosis.exit)) == ((), 0)
+    assert [(line.number, line.text) for line in diagnosis.unusual] == [
+        (2, "FATAL error: the flux capacitor could not be charged")
+    ]
 
 
 def test_live_nodes_give_the_findings_of_all_services_the_first_of_each_first(
