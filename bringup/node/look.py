@@ -94,7 +94,8 @@ def ask(name: str, prompt: str, tokens: int, limit_s: float) -> dict[str, Any]:
         row.update(model=service["served_name"], port=service["port"], address=service["address"])
         answer = common.ask(service, prompt, tokens, timeout_s=limit_s, key=common.key_of(service))
     except (NoAnswer, Refusal) as error:
-        return {**row, "error": str(error)}
+        restart = restart_of(name)
+        return {**row, "error": f"{error} ({restart})" if restart else str(error)}
     return {
         **row,
         "model": answer.model,
@@ -172,7 +173,9 @@ def tail(path: Path) -> list[str]:
 
 
 def restart_of(name: str) -> str:
-    """What a restart of this service is waiting for now, and until when at most; empty: none is."""
+    """What a restart of this service is waiting for now (at last for the server that it starts), and until when at
+    most; empty: none is.
+    """
     waits = common.read_json(common.RUN / "restarting" / f"{name}.json")
     if not waits or not (common.PROC / str(waits.get("pid"))).exists():
         return ""

@@ -272,7 +272,7 @@ def settings_of(name: str, path: Path = SETTINGS) -> tuple[dict[str, Any], str |
 def restart_unit(service: Mapping[str, Any]) -> None:
     """`systemctl restart`, which ends when a real token has come. Raises NoAnswer with the reason."""
     unit = f"{service['unit']}.service"
-    limit = 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"]) + 4 * MARGIN_S
+    limit = start_s(service) + 4 * MARGIN_S
     common.run(["systemctl", "reset-failed", unit])
     began = time.time()
     code, _, err = common.run(["systemctl", "restart", unit], timeout_s=limit)
@@ -293,10 +293,14 @@ def verify(service: Mapping[str, Any], key: str | None) -> dict[str, Any]:
     return kept
 
 
+def start_s(service: Mapping[str, Any]) -> float:
+    """Seconds that stop, start and warm-up may take together."""
+    return 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"])
+
+
 def longest_s(service: Mapping[str, Any]) -> float:
     """Seconds that drain, stop, start and warm-up may take together."""
-    start = 2 * float(service["start_timeout_s"]) + float(service["stop_timeout_s"])
-    return start + float(service["drain_s"])
+    return start_s(service) + float(service["drain_s"])
 
 
 @contextmanager
@@ -370,8 +374,9 @@ def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str
                     cut = wait_idle(service, float(service["drain_s"]), key) if state == "active" else 0
                 if cut:
                     say(f"{cut} requests did not end within {service['drain_s']} s and are cut off")
-                restart_unit(service)
-                kept = verify(service, key)
+                with waiting.for_("a token of the server that it starts", start_s(service)):
+                    restart_unit(service)
+                    kept = verify(service, key)
             start = {name: kept.get(name) for name in ("seconds", "phases", "answer", "model", "address")}
             result.update(outcome="done", why="", cut_requests=cut, refused_new=not open_because, start=start)
         except NoAnswer as error:

@@ -52,7 +52,11 @@ UNIT_PROPERTIES = (
     "DropInPaths",
     "InvocationID",
     "Listen",
+    "Job",
 )
+RESTARTERS = ("bringup-restart-{}.service", "bringup-drift-{}.service")
+"""Units that restart a server politely, by schedule or for its drift; they run until the new server has answered."""
+
 MANAGER_FILES = Path("/proc/1/fd")
 FIFO = re.compile(r"(/\S+) \(FIFO\)")
 
@@ -408,8 +412,37 @@ def _unit(row: Mapping[str, Any], shown: Shown) -> Row:
 
 
 def _server(row: Mapping[str, Any], shown: Shown) -> Row:
-    """A server runs, and from the definition that is on the disk: its start noted what it was made from."""
-    state = shown.units[row["name"]]
+    """A server runs, and from the definition that is on the disk; while it is restarted as planned it is as it was.
+
+    What was asked of all things at once may be older than the note of the server's start: what differs is asked anew.
+    """
+    found = _server_now(row, shown.units)
+    if not differences(dict(row), found):
+        return found
+    units = server_units(row["name"], row["service"])
+    sealed = row.get("runs from") is not None
+    return dict(row) if sealed and is_restarted(*units.values()) else _server_now(row, units)
+
+
+def server_units(unit: str, service: str) -> dict[str, dict[str, str]]:
+    """UNIT_PROPERTIES of a server's unit, then of those in RESTARTERS."""
+    return show_units([unit, *(restarter.format(service) for restarter in RESTARTERS)])
+
+
+def is_restarted(server: Mapping[str, str], *restarts: Mapping[str, str]) -> bool:
+    """Is a server being stopped and started by its planned restart right now? From ActiveState and Job of its unit and
+    of those in RESTARTERS.
+
+    systemd has a job for the server from the stop until the new one has answered, and for a stop by hand, but none
+    between two tries of a server that fails; a oneshot that runs is `activating`.
+    """
+    under_way = server.get("Job", "") not in ("", "0")
+    return under_way and any(one.get("ActiveState") == "activating" for one in restarts)
+
+
+def _server_now(row: Mapping[str, Any], units: Mapping[str, Mapping[str, str]]) -> Row:
+    """Its state, and what its last start noted that it was made from."""
+    state = units[row["name"]]
     noted = _read(STARTED / f"{str(row['name']).rpartition('.')[0]}.json")
     known = noted.get("invocation") and noted.get("invocation") == state.get("InvocationID")
     return {

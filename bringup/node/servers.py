@@ -26,6 +26,7 @@ UNITS = Path("/etc/systemd/system")
 LEASE = Path("/etc/bringup/lease.json")
 LOOK_LIMIT_S = 60.0
 MARGIN_S = 240.0
+RESTART_POLL_S = 0.5
 RESTART_REFUSED = 8
 """How `restart.py` ends when nothing was done."""
 
@@ -73,6 +74,18 @@ def current(service: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         return {**nothing, "why": err.strip() or f"exit {code}"}
     return found
+
+
+def settled(service: Mapping[str, Any]) -> dict[str, Any]:
+    """What `current` says; of a server whose planned restart is under way, when that has ended (well or not)."""
+    until = time.monotonic() + longest(service)
+    while True:
+        state = current(service)
+        if (state["active"] and not state["due"]) or time.monotonic() >= until:
+            return state
+        if not seal.is_restarted(*seal.server_units(f"{service['unit']}.service", service["name"]).values()):
+            return current(service)
+        time.sleep(RESTART_POLL_S)
 
 
 def longest(service: Mapping[str, Any]) -> float:
@@ -162,7 +175,7 @@ def apply(
         if not check_only:
             retire(old)
     for service in services:
-        state = current(service)
+        state = settled(service)
         pending = check_only and bool(set(service["definition"]) & set(changed))
         if not state["active"]:
             todo.append(f"start {service['unit']}: {state['why']}")

@@ -269,7 +269,8 @@ def test_a_restart_waits_drains_restarts_and_verifies_in_this_order(node: dict[s
     assert node["log"] == ["idle 1.0", "refuse 8000 for 63.3", "idle 0.3", "restart", "verify", "take"]
     kept = json.loads((node["folder"] / "restarts" / "bringup-words.json").read_text())
     assert (kept["outcome"], kept["reason"], kept["start"]["seconds"]) == ("done", "test", 1.5)
-    assert [one["for"] for one in kept["waits"]] == ["a quiet moment", "requests in flight"]
+    waits = ["a quiet moment", "requests in flight", "a token of the server that it starts"]
+    assert [one["for"] for one in kept["waits"]] == waits
     assert kept["refused_new"] is True
     assert not (node["folder"] / "draining" / "words").exists()
 

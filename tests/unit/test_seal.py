@@ -61,7 +61,20 @@ def differs() -> list[str]:
     return [seal.line(row) for row in node.verify()[ROLE]["differs"]]
 
 
+SERVER_STATES: dict[str, dict[str, Any]] = yaml.safe_load(
+    (ROOT / "tests" / "cases" / "seals" / "server-and-restart.yml").read_text(encoding="utf-8")
+)
+
 # ---------------------------------------------------------------- on the node
+
+
+@pytest.mark.parametrize("name", SERVER_STATES)
+def test_a_server_is_as_it_should_be_while_its_planned_restart_is_under_way_and_only_then(name: str) -> None:
+    case = SERVER_STATES[name]
+    idle = {"ActiveState": "inactive", "SubState": "dead"}
+    for restarts in ((case["restart"], idle), (idle, case["restart"])):
+        assert node.is_restarted(case["server"], *restarts) is case["restarted"]
+    assert not node.is_restarted(case["server"], idle, {})
 
 
 def test_what_a_role_left_is_found_as_it_was_left(ground: Path) -> None:
