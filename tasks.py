@@ -596,7 +596,8 @@ def envs_lock(c: Context, engine: str, arch: str = "x86_64", json: bool = False)
         "service": "only this service",
         "suite": "a suite of catalog/suites",
         "scale": "prompts and answers at this share of their length, such as 0.1 (for slow servers; named so)",
-        "against": "compare with: profile (its own measurement) or a profile, an earlier bench run, or a file",
+        "against": "compare with: profile (its own measurement) or a profile, an earlier bench run (last: the "
+        "newest that measured these servers), or a file",
         "json": JSON,
     }
 )

@@ -118,12 +118,19 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A suite on one or more targets. `started`: UTC, ISO 8601."""
+    """A suite on one or more targets. `started`: UTC, ISO 8601. `broken_off`: why it has fewer loads than its
+    suite, such as "interrupted"; empty for a whole one."""
 
     suite: str
     started: str
     took_s: float
     targets: tuple[TargetResult, ...]
+    broken_off: str = ""
+
+    @property
+    def loads(self) -> int:
+        """How many loads were measured, on all targets together."""
+        return sum(len(target.measured) for target in self.targets)
 
     @property
     def ok(self) -> bool:
@@ -146,19 +153,28 @@ def run_suite(
     fingerprints: Mapping[str, Mapping[str, str]] | None = None,
     say: Callable[[str], None] = lambda line: None,
     client: engineclient.Client | None = None,
+    keep: Callable[[BenchResult], None] = lambda result: None,
 ) -> BenchResult:
     """Runs every load of a suite on each target in turn. `say` gets a line when a load begins. `client`: the
     engine's own client, for suites that want it; when it gives nothing, ours goes on and the result says so.
+    `keep` gets all that has been measured so far, after each load.
 
     Raises UsageError when a target does not answer at all; failing requests later are counted, not raised.
     """
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     known = fingerprints or {}
     own = client if suite.client == "engine" else None
-    results = [
-        asyncio.run(_target(suite, target, known.get(target.name, {}), say, own)) for target in targets
-    ]
-    return BenchResult(name or suite.title, started, round(time.monotonic() - clock, 3), tuple(results))
+    results: list[TargetResult] = []
+
+    def so_far(*current: TargetResult) -> BenchResult:
+        took = round(time.monotonic() - clock, 3)
+        return BenchResult(name or suite.title, started, took, (*results, *current))
+
+    for target in targets:
+        prints = known.get(target.name, {})
+        one = asyncio.run(_target(suite, target, prints, say, own, lambda current: keep(so_far(current))))
+        results.append(one)
+    return so_far()
 
 
 async def _target(
@@ -167,9 +183,10 @@ async def _target(
     fingerprint: Mapping[str, str],
     say: Callable[[str], None],
     client: engineclient.Client | None,
+    keep: Callable[[TargetResult], None],
 ) -> TargetResult:
     tokens = await load.calibrate(target)
-    measured = []
+    measured: list[Measured] = []
     given_up = ""
     left_out = [why for step in suite.steps if (why := _too_long(step, target.context))]
     for why in left_out:
@@ -193,6 +210,16 @@ async def _target(
             left_out.append(why)
         else:
             measured.append(found)
+            keep(_target_result(target, measured, fingerprint, left_out))
+    return _target_result(target, measured, fingerprint, left_out)
+
+
+def _target_result(
+    target: load.Target,
+    measured: Sequence[Measured],
+    fingerprint: Mapping[str, str],
+    left_out: Sequence[str],
+) -> TargetResult:
     return TargetResult(
         target.name or target.base_url,
         target.base_url,
@@ -340,7 +367,8 @@ def from_json(data: Any, where: str = "result") -> BenchResult:
             what = f"schema version {data['schema_version']}, and this program reads {SCHEMA_VERSION}"
             raise UsageError(Problem(where, what))
         targets = tuple(_target_from(item) for item in data["targets"])
-        return BenchResult(data["suite"], data["started"], data["took_s"], targets)
+        broken_off = str(data.get("broken_off", ""))
+        return BenchResult(data["suite"], data["started"], data["took_s"], targets, broken_off)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(Problem(where, f"not a bench result: {error!r}")) from None
 
@@ -370,11 +398,13 @@ def _measured_from(data: Mapping[str, Any]) -> Measured:
 
 @dataclass(frozen=True)
 class Against:
-    """A result held against another: a comparison for each load that both have, and one verdict over all."""
+    """A result held against another: a comparison for each load that both have, and one verdict over all.
+    `missing`: loads that were not measured again. `unmatched`: loads that were not measured before."""
 
     verdict: bench.Verdict
     comparisons: Mapping[str, bench.Comparison]
     missing: tuple[str, ...]
+    unmatched: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """As plain data with its schema version."""
@@ -382,10 +412,12 @@ class Against:
 
 
 def against(before: Mapping[str, bench.Summary], after: Mapping[str, bench.Summary]) -> Against:
-    """Compares summaries by load label. `missing`: loads of `before` that were not measured again."""
-    common = [label for label in before if label in after]
-    found = {label: _compared(before[label], after[label]) for label in common}
-    return Against(bench.overall(found), found, tuple(label for label in before if label not in after))
+    """Compares summaries by load label."""
+    found = {label: _compared(before[label], after[label]) for label in before if label in after}
+    missing = tuple(label for label in before if label not in after)
+    return Against(
+        bench.overall(found), found, missing, tuple(label for label in after if label not in before)
+    )
 
 
 def _compared(before: bench.Summary, after: bench.Summary) -> bench.Comparison:
@@ -435,7 +467,7 @@ def gates(result: BenchResult, compared: Against | None) -> tuple[str, ...]:
 
 
 def joined(parts: Sequence[BenchResult]) -> BenchResult:
-    """Results of the same suite on several targets, one after the other, as one. Raises ValueError for
+    """Whole results of the same suite on several targets, one after the other, as one. Raises ValueError for
     none."""
     if not parts:
         raise ValueError("no results to join")
@@ -609,6 +641,8 @@ def verdict_table(found: Against) -> Table:
         table.add_row(label, item.verdict, f"{item.median:+.1%}", span, f"{item.tail:+.1%}", item.reason)
     for label in found.missing:
         table.add_row(label, "-", "-", "-", "-", "not measured this time")
+    for label in found.unmatched:
+        table.add_row(label, "-", "-", "-", "-", "not measured before")
     return table
 
 

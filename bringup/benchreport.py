@@ -262,7 +262,9 @@ def page(
         chart("Time to the whole answer", "ms", "% of requests", latencies(result)),
         waterfall("What each step added", ladder),
     ]
-    body = [f"<h1>{escape(result.suite)}</h1>", f"<p>{escape(result.started)}, {result.took_s:.0f} s</p>"]
+    ended = f", broken off: {escape(result.broken_off)}" if result.broken_off else ""
+    when = f"<p>{escape(result.started)}, {result.took_s:.0f} s{ended}</p>"
+    body = [f"<h1>{escape(result.suite)}</h1>", when]
     for target in result.targets:
         body += [f"<h2>{escape(target.name)}</h2>", _fingerprint(target)]
         *columns, _ = COLUMNS

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bringup import catalog, fleet, looking, playbook, remote, runs
+from bringup import catalog, fleet, looking, playbook, remote, runindex, runs
 from bringup import inventory as inventories
 from bringup import plan as plans
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem, UsageError
@@ -36,6 +38,9 @@ PROFILE = "profile"
 BENCH = "bench"
 LAST = "last"
 RESULT = "bench.json"
+INTERRUPTED = "interrupted"
+NOT_FINISHED = "not finished"
+"""Why a result has fewer loads than its suite: what stays in a run whose controller was killed."""
 DIGEST = 12
 """Hexadecimal digits of a digest that a fingerprint shows."""
 
@@ -53,7 +58,9 @@ def run(
     """Measures each chosen server in turn, with what is gathered beside it. `bench.json`, `bench.csv`,
     `against.json` and `report.html` lie in the run's folder; the record ends as GATE when a gate failed.
 
-    `against`: `profile` or a profile's name, a run, or a file with a result. `scale`: a suite with prompts and
+    A bench that is interrupted, or that an error ends, leaves the loads that it had measured, and why.
+
+    `against`: `profile` or a profile's name, `last`, a run, or a file with a result. `scale`: a suite with prompts and
     answers at this share of their length, named so. Raises UsageError for wrong names (before anything runs).
     """
     from bringup import benching, lock, suites
@@ -63,22 +70,29 @@ def run(
         suite, suite_name = suites.scaled(suite, scale), f"{suite_name} at {scale:g} of its lengths"
     chosen = _chosen(inventory, limit, service)
     place = inventories.folder_of(inventory).name
-    before = _before(against, chosen, place)
+    if against == LAST:
+        against = last_measured(place, [f"{planned.name} {one.name}" for _, planned, one in chosen], suite).id
+    before = _before(against, chosen)
     arguments = {"suite": suite_name, "limit": limit, "service": service, "against": against}
-    with playbook.signals(), lock.hold(place, f"bench {inventory}") as notes:
-        record = runs.begin(BENCH, place, {"inventory": inventory, **arguments}, notes=notes)
+    with playbook.signals(), lock.hold(place, f"bench {inventory}") as held:
+        record = runs.begin(BENCH, place, {"inventory": inventory, **arguments}, notes=held)
+        kept = Kept(record.folder)
         try:
-            parts = [measure(suite, *one, name=suite_name, say=say) for one in chosen]
+            for number, one in enumerate(chosen):
+                keep = partial(kept.keep, number)
+                keep(measure(suite, *one, name=suite_name, say=say, keep=keep))
         except KeyboardInterrupt:
-            runs.finish(record, Exit.INTERRUPTED, Outcome())
+            notes = kept.break_off(INTERRUPTED, say)
+            runs.finish(record, Exit.INTERRUPTED, Outcome(notes=notes))
             raise
         except Exception as error:
+            notes = kept.break_off(str(error), say)
             code = error.code if isinstance(error, BringupError) else Exit.INTERNAL
-            runs.finish(record, code, Outcome(errors=(str(error),)))
+            runs.finish(record, code, Outcome(errors=(str(error),), notes=notes))
             raise
         finally:
             remote.close_all()
-        result = benching.joined(parts)
+        result = kept.whole()
         compared = benching.against(*_paired(before, result)) if before else None
         write(record.folder, result, compared)
         failed = benching.gates(result, compared)
@@ -86,11 +100,57 @@ def run(
         return runs.finish(record, code, Outcome(errors=failed)), result, compared
 
 
+@dataclass
+class Kept:
+    """What a bench has measured so far, by the number of the server: on disk after each load, so that nothing
+    that ends the bench takes it away."""
+
+    folder: Path
+    parts: dict[int, BenchResult] = field(default_factory=dict)
+
+    def keep(self, number: int, result: BenchResult) -> None:
+        """Keeps what has been measured on a server, in the place of what was kept of it before."""
+        self.parts[number] = result
+        runs.write_private(self.folder / RESULT, _text(self._so_far(NOT_FINISHED)))
+
+    def whole(self) -> BenchResult:
+        """All results as one."""
+        return self._so_far("")
+
+    def break_off(self, why: str, say: Any = None) -> tuple[str, ...]:
+        """Writes the files of what has been measured, if there is something, and says so; what was said."""
+        if not self.parts:
+            return ()
+        result = self._so_far(why)
+        write(self.folder, result)
+        count = f"{result.loads} measured load{'s' * (result.loads != 1)}"
+        left = f"broken off ({why}); kept in runs/{self.folder.name}/{RESULT}: {count}"
+        if say is not None:
+            say(left)
+        return (left,)
+
+    def _so_far(self, why: str) -> BenchResult:
+        from bringup import benching
+
+        return replace(benching.joined(list(self.parts.values())), broken_off=why)
+
+
+def _text(result: BenchResult) -> str:
+    return json.dumps(result.as_json(), indent=1) + "\n"
+
+
 def measure(
-    suite: suites.Suite, host: fleet.Host, planned: HostPlan, service: Service, *, name: str, say: Any = None
+    suite: suites.Suite,
+    host: fleet.Host,
+    planned: HostPlan,
+    service: Service,
+    *,
+    name: str,
+    say: Any = None,
+    keep: Callable[[BenchResult], None] = lambda result: None,
 ) -> BenchResult:
-    """A suite on one server, with what was gathered beside it. Raises HostUnreachable, or UsageError when
-    the server does not answer."""
+    """A suite on one server, with what was gathered beside it. `keep` gets what has been measured so far, after
+    each load. Raises HostUnreachable, or UsageError when the server does not answer."""
     from bringup import benching, beside, engineclient
 
     known = catalog.lazy()
@@ -110,6 +170,7 @@ def measure(
             fingerprints=prints,
             say=say or (lambda line: None),
             client=engineclient.of(host, planned, service, engine),
+            keep=keep,
         )
     return benching.with_beside(result, seen.as_json())
 
@@ -143,7 +204,7 @@ def write(
     from bringup import benching, benchreport
 
     files = {
-        "bench.json": json.dumps(result.as_json(), indent=1) + "\n",
+        RESULT: _text(result),
         "bench.csv": benching.as_csv(result),
         "report.html": benchreport.page(result, against=compared, ladder=ladder),
     }
@@ -259,14 +320,39 @@ def earlier(name: str, command: str, place: str) -> runs.RunRecord:
     one of the plays that it ran. Raises UsageError."""
     if name != LAST:
         return runs.find(name)
-    found = (one for one in runs.listed(place, limit=sys.maxsize) if one.name == command)
-    if (newest := next(found, None)) is None:
+    newest = runindex.listed(place, 1, name=command)
+    if not newest:
         raise UsageError(Problem(f"run {LAST}", f"there is no run of {command} on {place}"))
-    return newest
+    return newest[0]
+
+
+def last_measured(place: str, servers: Collection[str], suite: suites.Suite) -> runs.RunRecord:
+    """The newest bench on an inventory that left a measurement of each of these servers under a load of this
+    suite. Raises UsageError when there is none."""
+    labels = {step.load.label for step in suite.steps}
+    for record in runindex.listed(place, sys.maxsize, name=BENCH):
+        found = _summaries(record)
+        if all(labels & found.get(server, {}).keys() for server in servers):
+            return record
+    what = f"no bench on {place} has measured {', '.join(servers)} under a load of this suite"
+    raise UsageError(
+        Problem(f"--against {LAST}", what, "Measure once without --against, or name a run or profile.")
+    )
+
+
+def _summaries(record: runs.RunRecord) -> dict[str, Mapping[str, Summary]]:
+    """What a bench left, by server and load; {} when it left nothing that can be read."""
+    from bringup import benching
+
+    try:
+        text = (record.folder / RESULT).read_text(encoding="utf-8")
+        return {target.name: target.summaries for target in benching.read_result(text, RESULT).targets}
+    except (OSError, UsageError):
+        return {}
 
 
 def _before(
-    against: str | None, chosen: Sequence[tuple[fleet.Host, HostPlan, Service]], place: str
+    against: str | None, chosen: Sequence[tuple[fleet.Host, HostPlan, Service]]
 ) -> dict[str, Mapping[str, Summary]]:
     """What to compare with, by target; {} for nothing."""
     from bringup import benching
@@ -293,7 +379,7 @@ def _before(
         return dict(found)
     path = Path(against)
     if not path.is_file():
-        path = earlier(against, BENCH, place).folder / RESULT
+        path = runs.find(against).folder / RESULT
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

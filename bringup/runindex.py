@@ -23,16 +23,20 @@ TABLE = """create table if not exists runs (
 )"""
 
 
-def listed(inventory: str | None = None, limit: int = 20, folder: Path | None = None) -> list[RunRecord]:
-    """The newest `limit` records (of an inventory), newest first; an unreadable one is left out."""
+def listed(
+    inventory: str | None = None, limit: int = 20, folder: Path | None = None, *, name: str | None = None
+) -> list[RunRecord]:
+    """The newest `limit` records (of an inventory, of runs of this name), newest first; an unreadable one is
+    left out."""
     base = folder or runs.FOLDER
     if not base.is_dir():
         return []
     with closing(_opened(base)) as index:
         refresh(index, base)
         found = index.execute(
-            "select id from runs where ? is null or inventory = ? order by id desc limit ?",
-            (inventory, inventory, limit),
+            "select id from runs where (?1 is null or inventory = ?1) and (?2 is null or name = ?2)"
+            " order by id desc limit ?3",
+            (inventory, name, limit),
         ).fetchall()
     return [runs.read(row[0], base) for row in found]
 

@@ -5,19 +5,24 @@ service.
 from __future__ import annotations
 
 import http.server
+import os
+import signal
+import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from bringup import bench, benching, catalog, envlock, inventory, measuring, runs, tune, tuning
+from bringup import bench, benching, catalog, envlock, inventory, measuring, runs, suites, tune, tuning
 from bringup import plan as plans
 from bringup.entries import build
-from bringup.errors import HostUnreachable, UsageError
+from bringup.errors import Exit, HostUnreachable, UsageError
+from bringup.events import Outcome
 from bringup.fleet import Host
+from tests.unit import openai_server as servers
 
 HERE = Host("here", "127.0.0.1", local=True)
 SERVICES = [
@@ -182,7 +187,7 @@ def test_files_of_a_result_lie_in_the_runs_folder_and_can_be_compared_with(tmp_p
         "report.html",
         "against.json",
     }
-    found = measuring._before(str(tmp_path / "bench.json"), (), "lab")
+    found = measuring._before(str(tmp_path / "bench.json"), ())
     assert found == {"a": whole.targets[0].summaries}
 
 
@@ -199,12 +204,140 @@ def test_the_last_run_is_that_of_the_command_and_not_a_play_that_it_ran(
     assert measuring.earlier(step.id, "tune", "lab").id == step.id
 
 
+@pytest.fixture
+def kept_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runs"
+    monkeypatch.setattr(runs, "FOLDER", folder)
+    return folder
+
+
+def benched(inventory: str, *servers: str, code: Exit = Exit.DONE) -> runs.RunRecord:
+    """A bench that ended so, with a measurement of these servers, or with none."""
+    record = runs.begin("bench", inventory, {})
+    if servers:
+        measuring.write(record.folder, result(servers))
+    return runs.finish(record, code, Outcome())
+
+
+def last(*servers: str, loads: str = "32->32") -> str:
+    prompt, output = loads.split("->")
+    step = suites.Step(prompt_tokens=int(prompt), output_tokens=int(output))
+    return measuring.last_measured("lab", servers, suites.Suite(title="a suite", steps=(step,))).id
+
+
+def test_the_last_measurement_is_of_these_servers_under_these_loads(kept_runs: Path) -> None:
+    with pytest.raises(UsageError, match="no bench on lab has measured n1 words under a load of this suite"):
+        last("n1 words")
+    both = benched("lab", "n1 words", "n2 words")
+    first = benched("lab", "n1 words", code=Exit.GATE)
+    benched("another", "n1 words", "n2 words")
+    # Each of these has the newest record and nothing to compare with.
+    benched("lab", code=Exit.UNREACHABLE)
+    benched("lab", code=Exit.INTERRUPTED)
+    unreadable = benched("lab", "n1 words", "n2 words")
+    (unreadable.folder / "bench.json").write_text('{"schema_version": 1, "targets": [')
+    runs.begin("bench", "lab", {})
+    assert last("n1 words") == first.id
+    assert last("n2 words") == last("n1 words", "n2 words") == both.id
+    for name, loads in (("n3 words", "32->32"), ("n1 words", "64->32")):
+        with pytest.raises(UsageError, match="--against last: no bench on lab has measured"):
+            last(name, loads=loads)
+
+
+# --- broken off ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local_site(tmp_path: Path) -> Callable[[str], str]:
+    """Makes an inventory whose only host is this machine, with a server at each of these addresses."""
+
+    def make(*addresses: str) -> str:
+        folder = tmp_path / "here"
+        (folder / "group_vars").mkdir(parents=True)
+        (folder / "hosts.yml").write_text("all: {hosts: {here: {ansible_connection: local}}}")
+        ports = [int(address.rpartition(":")[2]) for address in addresses]
+        wanted = [
+            {"name": f"words{port}", "profile": "cpu-words-llama-server", "port": port} for port in ports
+        ]
+        variables = {"node_platform": "cpu", "node_services": wanted}
+        (folder / "group_vars" / "all.yml").write_text(yaml.safe_dump(variables))
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_its_loads_and_can_be_compared_with(
+    number: signal.Signals, kept_runs: Path, local_site: Callable[..., str]
+) -> None:
+    with servers.serving(servers.Behaviour(delay_s=0.002)) as address:
+        place = local_site(address)
+        said: list[str] = []
+
+        def stop_at_the_second_load(line: str) -> None:
+            said.append(line)
+            if "4x 32->32" in line:
+                # On disk already: a bench that is killed has it as well.
+                (written,) = kept_runs.glob("*/bench.json")
+                assert benching.read_result(written.read_text(), "written").broken_off == "not finished"
+                os.kill(os.getpid(), number)
+
+        with pytest.raises(KeyboardInterrupt):
+            measuring.run(place, "smoke", say=stop_at_the_second_load)
+        (record,) = runs.listed("here")
+        assert (record.status, record.exit_code) == ("interrupted", Exit.INTERRUPTED)
+        left = f"broken off (interrupted); kept in runs/{record.id}/bench.json: 1 measured load"
+        assert said[-1] == left
+        assert record.notes == (left,)
+        kept = benching.read_result((record.folder / "bench.json").read_text(), "kept")
+        assert kept.broken_off == "interrupted"
+        assert list(kept.targets[0].summaries) == ["32->32"]
+        assert "broken off: interrupted" in (record.folder / "report.html").read_text()
+
+        again, whole, compared = measuring.run(place, "smoke", against="last")
+        assert again.arguments["against"] == record.id
+        assert whole.broken_off == ""
+        assert compared is not None
+        assert list(compared.comparisons) == ["32->32"]
+        assert compared.unmatched == ("4x 32->32",)
+
+
+def test_a_bench_that_an_error_ends_keeps_the_servers_before_it(
+    kept_runs: Path, local_site: Callable[..., str]
+) -> None:
+    with servers.serving(servers.Behaviour()) as address, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        place = local_site(address, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with pytest.raises(UsageError, match="Is the server ready"):
+            measuring.run(place, "smoke")
+    (record,) = runs.listed("here")
+    kept = benching.read_result((record.folder / "bench.json").read_text(), "kept")
+    assert len(kept.targets) == 1
+    assert kept.loads == 2
+    assert "Is the server ready" in kept.broken_off
+    assert record.errors == (kept.broken_off,)
+
+
+def test_a_bench_with_nothing_measured_leaves_no_result(
+    kept_runs: Path, local_site: Callable[..., str]
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        place = local_site(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with pytest.raises(UsageError):
+            measuring.run(place, "smoke")
+        (record,) = runs.listed("here")
+        assert {path.name for path in record.folder.iterdir()} == {"record.json"}
+        with pytest.raises(UsageError, match="--against last"):
+            measuring.run(place, "smoke", against="last")
+
+
 def test_a_profile_without_a_measurement_is_nothing_to_compare_with() -> None:
     plan = plans.resolve(inventory.read("lab"), catalog.lazy())
     chosen = [(HERE, plan.hosts[0], plan.hosts[0].services[0])]
     with pytest.raises(UsageError, match="cpu-words-llama-server has no measurement of its own"):
-        measuring._before("profile", chosen, "lab")
-    recorded = measuring._before("gh200-2x-glm-5.2-fp8-vllm", chosen, "lab")
+        measuring._before("profile", chosen)
+    recorded = measuring._before("gh200-2x-glm-5.2-fp8-vllm", chosen)
     assert all(loads for loads in recorded.values())
 
 
