@@ -232,7 +232,9 @@ def unit_text(service: Service, host: HostPlan) -> str:
         f"RestartSec={RESTART_S}",
         f"TimeoutStartSec={2 * service.start_timeout_s + GATE_MARGIN_S}",
         f"TimeoutStopSec={service.stop_timeout_s}",
-        "KillMode=control-group",
+        # TERM is for the server alone, which ends its workers itself: SGLang takes one that ends by TERM for a crash.
+        # What is left when the server has ended, or at TimeoutStopSec, is killed.
+        "KillMode=mixed",
         "OOMPolicy=kill",
         *_output(service),
     ]

@@ -12,6 +12,7 @@ crash-loop       ends with an error at each start
 exits-0          ends with exit code 0 five seconds after its first start, as some engines do after a fault of the GPU
 leaks-shm        leaves shared memory and a child process in a session of its own that ignores TERM and holds a port
 ignores-term     does not end when asked
+has-a-worker     takes a worker that ends by a signal for a crash and kills itself; asked to end, it lets the worker go
 hangs-after      answers 8 requests, then none, while /health stays right
 long-prefill     one prompt takes 12 s, in which only the count of computed batches moves
 floods           writes 20,000 numbered lines to its log as fast as it can
@@ -32,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 WAYS = (
-    "well slow-start wrong-name lies crash-loop exits-0 leaks-shm ignores-term hangs-after long-prefill floods grows"
+    "well slow-start wrong-name lies crash-loop exits-0 leaks-shm ignores-term has-a-worker hangs-after long-prefill"
+    " floods grows"
 ).split()
 SLOW_START_S = 6.0
 GOOD_REQUESTS = 8
@@ -41,6 +43,7 @@ PREFILL_BATCHES = 12
 PREFILL_MARK = "a-very-long-prompt"
 FLOOD_LINES = 20_000
 LEAKED_BYTES = 8 * 1024 * 1024
+DRAIN_S = 1.0
 KEPT_BYTES = 8 * 1024 * 1024
 
 
@@ -135,6 +138,29 @@ def leak(port: int) -> None:
         ThreadingHTTPServer(("127.0.0.1", port + 1), Handler).serve_forever()
 
 
+def employ() -> None:
+    """A worker that lives as long as a pipe is open; one that ends otherwise takes the server with it."""
+    read, write = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+
+    def asked_to_end(number: int, frame: object) -> None:
+        threading.Timer(DRAIN_S, os.close, (write,)).start()
+
+    def watch() -> None:
+        _, status = os.waitpid(worker, 0)
+        if os.WIFSIGNALED(status):
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, asked_to_end)
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def first_time() -> bool:
     """True at the first start in this working folder."""
     mark = Path("stand-in-was-here")
@@ -160,6 +186,8 @@ def main() -> None:
         time.sleep(SLOW_START_S)
     if options.how == "leaks-shm":
         leak(options.port)
+    if options.how == "has-a-worker":
+        employ()
     if options.how == "ignores-term":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.how == "exits-0" and first_time():

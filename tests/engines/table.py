@@ -337,6 +337,15 @@ def ignores_term(made: Node) -> str:
     )
 
 
+def ends_its_worker(made: Node) -> str:
+    """Only the server is told to end: its worker, told too, would count as crashed."""
+    up(made)
+    both = made.sh("pgrep -u bringup-words -x stand-in | wc -l")
+    made.sh("systemctl stop bringup-words")
+    how = made.show("ActiveState"), made.show("Result"), both
+    return "ended by itself, with success" if how == ("inactive", "success", "2") else f"not so: {how}"
+
+
 def hangs(made: Node, limit_s: float = HANG_S) -> str:
     """The watchdog finds it, though requests of others are in flight."""
     up(made)
@@ -479,6 +488,7 @@ CASES: Mapping[str, Case] = {
     ),
     "leaks-shm": Case("started again, child and memory gone", 30, leaks),
     "ignores-term": Case("stopped after the stop limit", 25, ignores_term),
+    "has-a-worker": Case("stopped in order, worker and all", 15, ends_its_worker),
     "hangs-after": Case("found by the watchdog while others wait, started again", HANG_S + 30, hangs),
     "hangs-after/blind": Case(
         "the same, though no metric moves within a prefill",

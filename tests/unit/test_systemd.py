@@ -232,6 +232,13 @@ def test_all_failed_starts_fit_into_the_window_of_the_start_limit() -> None:
     assert systemd.start_limit_s(one) > systemd.START_LIMIT_BURST * 2 * one.start_timeout_s
 
 
+def test_only_the_server_itself_is_told_to_end_and_what_it_leaves_is_killed() -> None:
+    lines = systemd.unit_text(service(), HOST).splitlines()
+    assert [line for line in lines if line.startswith(("KillMode=", "SendSIGKILL=", "KillSignal="))] == [
+        "KillMode=mixed"
+    ]
+
+
 def test_a_journal_of_the_services_own_has_the_limits_of_its_files() -> None:
     one = service(logs=LogRotation(size_bytes=1000, age_s=60, keep=4, mode="journal", lines_per_s=500))
     settings_of = dict(line.split("=", 1) for line in systemd.journal_text(one).splitlines() if "=" in line)
