@@ -7,16 +7,18 @@ any other. The module's file is the same both ways.
 
 from __future__ import annotations
 
+import ast
 import base64
+import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bringup.node import light
+from bringup.node import kept, light
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ROOT / "plugins" / "modules"
@@ -41,15 +43,37 @@ def program(name: str) -> str:
         part = todo.pop()
         texts[part] = (NODE / f"{part}.py").read_text(encoding="utf-8")
         todo |= _named(texts[part]) - set(texts)
-    data = json.dumps([Path(light.__file__).read_text(encoding="utf-8"), name, module, texts])
-    packed = base64.b64encode(zlib.compress(data.encode(), 6)).decode()
+    parts = [
+        ("light", Path(light.__file__).read_text(encoding="utf-8")),
+        (f"modules/{name}", module),
+        *sorted(texts.items()),
+    ]
+    return f"{bundle(parts)}name = {name!r}\n{START}"
+
+
+START = """import types, sys
+light = sys.modules['light'] = types.ModuleType('light')
+exec(compiled(texts['light'], '/bringup/node/light.py', digests['light']), light.__dict__)
+"""
+
+
+def bundle(parts: Iterable[tuple[str, str]]) -> str:
+    """The beginning of a program: `texts` and `digests` by the names of its parts, and `compiled` for them
+    (`bringup/node/kept.py`)."""
+    texts = dict(parts)
+    data = [texts, {part: hashlib.sha256(text.encode()).hexdigest()[:40] for part, text in texts.items()}]
+    packed = base64.b64encode(zlib.compress(json.dumps(data).encode(), 6)).decode()
     return (
-        "import base64, json, types, zlib, sys\n"
-        f"text, name, module, texts = json.loads(zlib.decompress(base64.b64decode('{packed}')))\n"
-        "light = types.ModuleType('light')\n"
-        "sys.modules['light'] = light\n"
-        "exec(compile(text, '/bringup/node/light.py', 'exec'), light.__dict__)\n"
+        f"{_header()}import binascii, json, zlib\n"
+        f"texts, digests = json.loads(zlib.decompress(binascii.a2b_base64('{packed}')))\n"
     )
+
+
+@cache
+def _header() -> str:
+    """`kept.py` without its documentation, which is compiled each time."""
+    text = Path(kept.__file__).read_text(encoding="utf-8")
+    return ast.unparse(ast.parse(text)) + "\n"
 
 
 def _named(text: str) -> set[str]:
@@ -61,7 +85,7 @@ def _named(text: str) -> set[str]:
 def call(options: Mapping[str, Any], check: bool) -> str:
     """The end of a program: what is asked. Values that JSON has not become text, as Ansible's tagged ones do."""
     request = json.dumps({"options": dict(options), "check": check}, default=str)
-    return f"light.run(name, module, texts, json.loads({request!r}))\n"
+    return f"light.run(name, texts, digests, compiled, json.loads({request!r}))\n"
 
 
 def answer(name: str, code: int, out: str, err: str) -> dict[str, Any]:

@@ -121,16 +121,22 @@ def _variables(folder: Path) -> dict[str, dict[str, Any]]:
     """Every host's connection variables, templated. Ansible is asked only where there is something to template or to
     decrypt: starting it takes longer than looking at a node.
     """
+    return _by_ansible(folder) if is_templated(folder) else _plain(folder)
+
+
+def _plain(folder: Path) -> dict[str, dict[str, Any]]:
     hosts = inventories.read(str(folder)).hosts
-    plain = {
+    return {
         host.name: {key: value for key, value in host.variables.items() if key in _WANTED} for host in hosts
     }
-    values = [value for variables in plain.values() for value in variables.values()]
-    if inventories.closed_files(folder) or any(
+
+
+def is_templated(folder: Path) -> bool:
+    """Does Ansible have to say how a host of this inventory is reached?"""
+    values = [value for variables in _plain(folder).values() for value in variables.values()]
+    return bool(inventories.closed_files(folder)) or any(
         isinstance(value, Vaulted) or "{" in str(value) for value in values
-    ):
-        return _by_ansible(folder)
-    return plain
+    )
 
 
 def _by_ansible(folder: Path) -> dict[str, dict[str, Any]]:
@@ -214,6 +220,12 @@ def _host(name: str, known: Mapping[str, Any]) -> Host:
         local=known.get("ansible_connection") == "local",
         options=tuple(options.items()),
     )
+
+
+def of_data(data: Mapping[str, Any]) -> Host:
+    """The host that `dataclasses.asdict` and JSON made data of."""
+    options = tuple((key, value) for key, value in data["options"])
+    return Host(**{**data, "known_hosts": tuple(data["known_hosts"]), "options": options})
 
 
 def ssh_options(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bringup import ROOT, fleet, remote
+from bringup import ROOT, carrying, fleet, remote
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem, UsageError, unknown
 from bringup.fleet import Host
 
@@ -170,7 +170,7 @@ def _unreached(host: str, service: str, why: str) -> dict[str, Any]:
 
 
 def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    ran = remote.run(host, AS_ROOT.format("python3 -I -"), stdin=script(request), limit_s=limit_s)
+    ran = remote.once(host, AS_ROOT.format("python3 -I -"), stdin=script(request), limit_s=limit_s)
     try:
         rows: list[dict[str, Any]] = json.loads(ran.out)["services"]
     except (ValueError, KeyError, TypeError):
@@ -185,19 +185,22 @@ def script(request: Mapping[str, Any], modules: Sequence[str] = ("common", "look
     """One Python program that needs nothing on the node: some modules, the request as data, and the call of the last
     module's `main`."""
     folder = ROOT / "bringup" / "node"
-    parts = ["import sys, types, json"]
-    for name in modules:
-        source = (folder / f"{name}.py").read_text(encoding="utf-8")
-        parts.append(
-            f"for name in ('bringup', 'bringup.node', 'bringup.node.{name}'):\n"
-            f"    sys.modules.setdefault(name, types.ModuleType(name))\n"
-            f"sys.modules['bringup'].node = sys.modules['bringup.node']\n"
-            f"sys.modules['bringup.node'].{name} = sys.modules['bringup.node.{name}']\n"
-            f"exec(compile({source!r}, '{name}.py', 'exec'), sys.modules['bringup.node.{name}'].__dict__)"
-        )
+    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in modules}
     called = f"sys.modules['bringup.node.{modules[-1]}'].main"
-    parts.append(f"{called}(json.loads({json.dumps(dict(request))!r}))\n")
-    return "\n".join(parts)
+    return (
+        f"{carrying.bundle(sources.items())}import sys, types\n"
+        f"{MODULES}{called}(json.loads({json.dumps(dict(request))!r}))\n"
+    )
+
+
+MODULES = """for name in ('bringup', 'bringup.node', *(f'bringup.node.{part}' for part in texts)):
+    sys.modules[name] = types.ModuleType(name)
+    parent, _, short = name.rpartition('.')
+    if parent:
+        setattr(sys.modules[parent], short, sys.modules[name])
+for part, text in texts.items():
+    exec(compiled(text, f'{part}.py', digests[part]), sys.modules[f'bringup.node.{part}'].__dict__)
+"""
 
 
 def _addressed(row: dict[str, Any], chosen: Sequence[Target]) -> dict[str, Any]:

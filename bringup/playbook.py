@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, fleet, handed, lock, progress, redact, rolevars, runs, seal
+from bringup import ROOT, events, fleet, handed, known, lock, progress, redact, runs, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
-from bringup.planned import Plan
+from bringup.known import Known
 
 PLAYBOOKS = ROOT / "playbooks"
 
@@ -46,14 +46,14 @@ OUTPUT_LINES_KEPT = 400
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-After = Callable[[Plan, events.Outcome, str], tuple[Mapping[str, Any], ...]]
+After = Callable[[Known, events.Outcome, str], tuple[Mapping[str, Any], ...]]
 """What is asked when a run succeeded: (plan, outcome, inventory as the operator named it) -> answers."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What ansible-playbook is asked to do; paths are absolute. `trusting`: what a node finds as it was left by an
-    earlier run is not played again. `variables`: those of roles by host, where the plan is known already.
+    earlier run is not played again. `plan`: what the inventory plugin need not work out again.
     """
 
     playbook: Path
@@ -65,7 +65,7 @@ class Job:
     extra: Mapping[str, Any] = field(default_factory=dict)
     forks: int | None = None
     trusting: bool = False
-    variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plan: Known | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ def run(
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
-    folder = inventories.folder_of(inventory)
-    plan = resolve(inventory)
+    plan = known.load(inventory)
     check_limit(plan, limit)
     if playbook == "provision" and tags != "preflight":
         check_complete(plan)
@@ -122,9 +121,16 @@ def run(
     more: dict[str, Any] = {"run_outside_window": outside_window} if outside_window else {}
     more |= {"run_force_unlock": True} if force_unlock else {}
     trusting = trusting and not check
-    job = Job(path, folder, left, tags, skip_tags, check, {**(extra or {}), **more}, trusting=trusting)
-    job = dataclasses.replace(
-        job, variables={host.name: rolevars.variables(host, plan) for host in plan.hosts}
+    job = Job(
+        path,
+        plan.folder,
+        left,
+        tags,
+        skip_tags,
+        check,
+        {**(extra or {}), **more},
+        trusting=trusting,
+        plan=plan,
     )
     name = name or playbook.removeprefix("runbooks/")
     arguments = {
@@ -155,7 +161,7 @@ def run(
 def _recorded(
     record: runs.RunRecord,
     job: Job,
-    plan: Plan,
+    plan: Known,
     seen: progress.Progress,
     caught: Caught,
     after: After | None,
@@ -206,16 +212,13 @@ def _with_errors(outcome: events.Outcome, errors: tuple[str, ...]) -> events.Out
     return dataclasses.replace(outcome, errors=(*outcome.errors, *errors))
 
 
-def ask_servers(plan: Plan, outcome: events.Outcome, inventory: str) -> tuple[Mapping[str, Any], ...]:
+def ask_servers(plan: Known, outcome: events.Outcome, inventory: str) -> tuple[Mapping[str, Any], ...]:
     """A real completion from each server of the hosts that were played, for the end of the report."""
     from bringup import looking, remote
 
     hosts = [host for host in plan.hosts if host.name in outcome.hosts and host.services]
-    reached = fleet.hosts_of(inventory, [host.name for host in hosts])
-    chosen = [
-        looking.Target(host, tuple(service.name for service in planned.services))
-        for host, planned in zip(reached, hosts, strict=True)
-    ]
+    reached = plan.reach([host.name for host in hosts])
+    chosen = [looking.Target(host, planned.services) for host, planned in zip(reached, hosts, strict=True)]
     try:
         return tuple(looking.ask(chosen, PROMPT, PROMPT_TOKENS))
     finally:
@@ -231,29 +234,19 @@ def playbook_path(name: str) -> Path:
     return path
 
 
-def resolve(inventory: str) -> Plan:
-    """The inventory's plan. Raises UsageError with every mistake in intent and catalog."""
-    from bringup import plan
-
-    return plan.load(inventory)
-
-
-def check_complete(plan: Plan) -> None:
+def check_complete(plan: Known) -> None:
     """Raises UsageError when locks are missing: such a plan can be looked at, and that is all."""
-    from bringup import plan as plans
-
-    missing = plans.unprovisionable(plan)
-    if missing:
-        raise UsageError(missing)
+    if plan.lacking:
+        raise UsageError(plan.lacking)
 
 
-def check_limit(plan: Plan, limit: str | None) -> None:
+def check_limit(plan: Known, limit: str | None) -> None:
     """Raises UsageError when --limit names no host of the inventory."""
     if limit:
-        fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
+        fleet.matching(plan.groups, limit)
 
 
-def remaining(plan: Plan, playbook: str, limit: str | None, resume: str) -> str:
+def remaining(plan: Known, playbook: str, limit: str | None, resume: str) -> str:
     """The hosts of `limit` that the run `resume` did not finish, as a limit. Raises UsageError when it was
     another run, and when none is left.
     """
@@ -273,16 +266,16 @@ def remaining(plan: Plan, playbook: str, limit: str | None, resume: str) -> str:
         raise UsageError(problems)
     asked = limit or before.arguments.get("limit")
     done = set(runs.finished_hosts(before))
-    names = fleet.matching({host.name: host.groups for host in plan.hosts}, asked)
+    names = fleet.matching(plan.groups, asked)
     left = [name for name in names if name not in done]
     if not left:
         raise UsageError(Problem(where, f"its {len(names)} hosts are all done; nothing is left to do"))
     return ",".join(left)
 
 
-def prepare(plan: Plan, job: Job, seen: progress.Progress) -> None:
+def prepare(plan: Known, job: Job, seen: progress.Progress) -> None:
     """What a play needs beside it: the nodes of the lab, when that is the inventory."""
-    hosts = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
+    hosts = fleet.matching(plan.groups, job.limit)
     if job.inventory == inventories.INVENTORIES / "lab":
         from bringup import lab
 
@@ -298,7 +291,7 @@ class Left:
     notes: tuple[str, ...] = ()
 
 
-def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.Progress) -> Left:
+def look_at_seals(record: runs.RunRecord, job: Job, plan: Known, seen: progress.Progress) -> Left:
     """Asks every node how its seals hold, and leaves out of the job what need not be played.
 
     What the nodes are to be sealed with afterwards is put beside the record.
@@ -307,10 +300,10 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.P
 
     if job.check:
         return Left(job)
-    names = fleet.matching({host.name: host.groups for host in plan.hosts}, job.limit)
+    names = fleet.matching(plan.groups, job.limit)
     wanted = {
         host: {role: digest for role, digest in roles.items() if _is_selected(role, job)}
-        for host, roles in sealcheck.inputs(job.variables, str(job.inventory), job.extra).items()
+        for host, roles in sealcheck.inputs(plan, job.extra).items()
         if host in names
     }
     if job.playbook != playbook_path("provision"):
@@ -318,25 +311,23 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Plan, seen: progress.P
         all_of_them = "import_playbook: ../provision.yml" in job.playbook.read_text(encoding="utf-8")
         seal.write_run(record.folder, wanted, wanted if all_of_them else {})
         return Left(job)
-    idle = _idle(job, names)
+    idle = _idle(job, plan, names)
     if not job.trusting:
         seal.write_run(record.folder, wanted, wanted)
         return Left(_narrowed(job, wanted, {}, idle))
     with progress.waiting("looking at the seals of the nodes", seen):
-        verdicts = sealcheck.verdicts(str(job.inventory), names)
+        verdicts = sealcheck.verdicts(plan.reach(names))
     due = seal.due(verdicts, wanted)
     seal.write_run(record.folder, wanted, due)
     sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}
     return Left(_narrowed(job, due, sealed, idle), sealed, seal.notes(verdicts, due))
 
 
-def _idle(job: Job, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _idle(job: Job, plan: Known, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Host -> roles that have nothing to do there; none where variables of this run may say otherwise."""
     if any(name.startswith(tuple(f"{role}_" for role in seal.IDLE)) for name in job.extra):
         return {}
-    read = inventories.read(str(job.inventory))
-    variables = {host: given for host, given in job.variables.items() if host in names}
-    return seal.idle(variables, read.hosts)
+    return {name: plan.idle[name] for name in names}
 
 
 def _is_selected(role: str, job: Job) -> bool:
@@ -582,9 +573,9 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         runs.write_private(extra, json.dumps(dict(job.extra)))
         arguments += ["-e", f"@{extra}"]
     environment = _environment(run_id)
-    if job.variables:
+    if job.plan is not None:
         handed_file = private / "variables.json"
-        runs.write_private(handed_file, handed.text(job.inventory, job.variables))
+        job.plan.hand_over(handed_file)
         environment[handed.FILE] = str(handed_file)
     runner = interface.init_runner(
         private_data_dir=str(private),

@@ -6,31 +6,28 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bringup import fleet, looking, remote, seal
-from bringup import inventory as inventories
+from bringup import fleet, known, looking, remote, seal
 from bringup.errors import BringupError, Exit, HostUnreachable, Problem
+from bringup.known import Known
 from bringup.seal import Verdict
 
 LOOK_LIMIT_S = 120.0
 """For one node: thousands of files of an environment that nobody has looked at since the node was started."""
 
 
-def inputs(
-    given: Mapping[str, Mapping[str, Any]], inventory: str, extra: Mapping[str, Any]
-) -> dict[str, dict[str, str]]:
-    """Host -> role -> digest of what goes into it. `given`: variables of roles by host. Raises UsageError when the
-    inventory cannot be read."""
-    read = inventories.read(inventory)
-    return seal.inputs(given, read.hosts, read.folder, extra)
+def inputs(plan: Known, extra: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
+    """Host -> role -> digest of what goes into it, with variables of one run (`extra`)."""
+    if not extra:
+        return plan.inputs
+    from bringup import inventory as inventories
+
+    hosts = inventories.read(str(plan.folder)).hosts
+    return seal.inputs(plan.variables, hosts, plan.folder, extra)
 
 
-def verdicts(inventory: str, names: Sequence[str]) -> list[Verdict]:
-    """What each of the named hosts says of its seals; one that cannot be asked says why."""
-    hosts = fleet.hosts_of(inventory, names)
-    try:
-        answers = fleet.each(hosts, _verdict)
-    finally:
-        remote.close_all()
+def verdicts(hosts: Sequence[fleet.Host]) -> list[Verdict]:
+    """What each of the hosts says of its seals; one that cannot be asked says why."""
+    answers = fleet.each(hosts, _verdict)
     return [
         answer if isinstance(answer, Verdict) else Verdict(host.name, why=_why(answer))
         for host, answer in zip(hosts, answers, strict=True)
@@ -39,7 +36,7 @@ def verdicts(inventory: str, names: Sequence[str]) -> list[Verdict]:
 
 def _verdict(host: fleet.Host) -> Verdict:
     program = looking.script({}, ("seal",))
-    ran = remote.run(host, looking.AS_ROOT.format("python3 -I -S -"), stdin=program, limit_s=LOOK_LIMIT_S)
+    ran = remote.once(host, looking.AS_ROOT.format("python3 -I -S -"), stdin=program, limit_s=LOOK_LIMIT_S)
     try:
         found = json.loads(ran.out)
         return Verdict(host.name, held=bool(found["held"]), seals=found["seals"])
@@ -56,13 +53,9 @@ def _why(error: Exception) -> str:
 def drift(inventory: str, limit: str | None) -> list[dict[str, Any]]:
     """A row a host: host, reached, why, held, sealed (roles), due (role -> why provisioning would play it), differs
     (role, what, field, expected, found). Raises UsageError when intent or catalog are wrong."""
-    from bringup import plan as plans
-    from bringup import rolevars
-
-    plan = plans.load(inventory)
-    names = fleet.matching({host.name: host.groups for host in plan.hosts}, limit)
-    wanted = inputs(rolevars.of_plan(plan), inventory, {})
-    found = verdicts(inventory, names)
+    plan = known.load(inventory)
+    wanted = inputs(plan, {})
+    found = verdicts(plan.reach(fleet.matching(plan.groups, limit)))
     due = seal.due(found, wanted)
     return [_row(one, due[one.host], wanted[one.host]) for one in found]
 

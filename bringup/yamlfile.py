@@ -1,38 +1,15 @@
-"""Reading YAML files: a key given twice is an error, values encrypted by Ansible vault stay closed (I/O)."""
+"""Reading YAML files: a key given twice is an error, values encrypted by Ansible vault stay closed (I/O).
+
+PyYAML is imported with the first file: most commands find what they need read already (`bringup.known`).
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bringup.errors import Problem, UsageError
-
-try:
-    from yaml import CSafeLoader as _BaseLoader
-except ImportError:  # a PyYAML without libyaml
-    from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
-
-
-class _Loader(_BaseLoader):
-    """A safe loader that refuses a key given twice, which YAML would silently let win."""
-
-
-def _mapping(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue  # `<<`: what it brings is overruled by what is written out
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, (str, int)) and key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f'key "{key}" is given twice', key_node.start_mark
-            )
-        if isinstance(key, (str, int)):
-            seen.add(key)
-    result: dict[Any, Any] = yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-    return result
 
 
 class Vaulted(str):
@@ -41,23 +18,41 @@ class Vaulted(str):
     __slots__ = ()
 
 
-def _vaulted(loader: Any, node: Any) -> Vaulted:
-    return Vaulted(loader.construct_scalar(node))
+@cache
+def _loader() -> Any:
+    """A safe loader that refuses a key given twice, which YAML would silently let win."""
+    import yaml
 
+    # A PyYAML without libyaml has no CSafeLoader. The class is our own, as constructors are added to it.
+    made: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
 
-def _unsafe(loader: Any, node: Any) -> str:
-    return str(loader.construct_scalar(node))
+    def mapping(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<`: what it brings is overruled by what is written out
+            key = loader.construct_object(key_node, deep=True)
+            if isinstance(key, (str, int)) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'key "{key}" is given twice', key_node.start_mark
+                )
+            if isinstance(key, (str, int)):
+                seen.add(key)
+        result: dict[Any, Any] = yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
+        return result
 
-
-_Loader.add_constructor("!vault", _vaulted)
-_Loader.add_constructor("!unsafe", _unsafe)
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+    made.add_constructor("!vault", lambda loader, node: Vaulted(loader.construct_scalar(node)))
+    made.add_constructor("!unsafe", lambda loader, node: str(loader.construct_scalar(node)))
+    made.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return made
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text. Raises UsageError that names `where`, line and column."""
+    import yaml
+
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+        return yaml.load(text, Loader=_loader())  # noqa: S506 (a safe loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where

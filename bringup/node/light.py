@@ -12,11 +12,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any, NoReturn, cast
+
+TYPE_CHECKING = False
+"""As in `typing`, which takes longer to import than most modules take to do their work."""
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, NoReturn, TypeAlias
+
+    Compiled: TypeAlias = Callable[[str, str], types.CodeType]
+    """Name of a part and path -> its code."""
 
 PACKAGE = "ansible.module_utils.bringup_node"
 BASIC = "ansible.module_utils.basic"
@@ -196,15 +203,17 @@ def say(result: Mapping[str, Any]) -> None:
 class Sources:
     """Finds modules among texts, and gives the texts to whoever asks for them (`inspect.getsource`)."""
 
-    def __init__(self, texts: Mapping[str, str]) -> None:
+    def __init__(self, texts: Mapping[str, str], compiled: Compiled) -> None:
         self._texts = texts
+        self._compiled = compiled
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """As the import system asks."""
         package, _, short = name.rpartition(".")
         if package != PACKAGE or short not in self._texts:
             return None
-        return ModuleSpec(name, cast(Any, self), origin=f"/bringup/node/{short}.py")
+        loader: Any = self
+        return ModuleSpec(name, loader, origin=f"/bringup/node/{short}.py")
 
     def create_module(self, spec: ModuleSpec) -> None:
         """As usual."""
@@ -213,30 +222,40 @@ class Sources:
         """Runs the text."""
         spec = module.__spec__
         module.__file__ = spec.origin if spec else None
-        exec(compile(self.get_source(module.__name__), str(module.__file__), "exec"), module.__dict__)  # noqa: S102
+        exec(self._compiled(module.__name__.rpartition(".")[2], str(module.__file__)), module.__dict__)  # noqa: S102
 
     def get_source(self, name: str) -> str:
         """A module's text."""
         return self._texts[name.rpartition(".")[2]]
 
 
-def provide(texts: Mapping[str, str]) -> None:
+def provide(texts: Mapping[str, str], compiled: Compiled) -> None:
     """Lets modules import what they would find with Ansible: their own library and `AnsibleModule`."""
     for name in ("ansible", "ansible.module_utils", PACKAGE, BASIC):
         module = types.ModuleType(name)
         module.__path__ = []
         sys.modules[name] = module
     sys.modules[BASIC].AnsibleModule = AnsibleModule  # type: ignore[attr-defined]
-    sys.meta_path.insert(0, Sources(texts))
+    sys.meta_path.insert(0, Sources(texts, compiled))
 
 
-def run(name: str, module: str, texts: Mapping[str, str], request: Mapping[str, Any]) -> None:
-    """Runs a module (its text) with the texts of its library; ends the process."""
+def run(
+    name: str,
+    texts: Mapping[str, str],
+    digests: Mapping[str, str],
+    compiled: Callable[[str, str, str], types.CodeType],
+    request: Mapping[str, Any],
+) -> None:
+    """Runs the module `name` (`modules/NAME` of `texts`, which has its library too); ends the process. `compiled`:
+    text, path and digest -> code (`bringup/node/kept.py`)."""
     AnsibleModule.request = request
-    provide(texts)
+    provide(texts, lambda part, path: compiled(texts[part], path, digests[part]))
+    part = f"modules/{name}"
     try:
-        exec(compile(module, f"/bringup/modules/{name}.py", "exec"), {"__name__": "__main__"})  # noqa: S102
+        exec(compiled(texts[part], f"/bringup/{part}.py", digests[part]), {"__name__": "__main__"})  # noqa: S102
     except Exception as error:
+        import traceback
+
         frames = traceback.extract_tb(error.__traceback__)
         last = next((one for one in reversed(frames) if one.filename.startswith("/bringup/")), frames[-1])
         msg = f"{name}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"

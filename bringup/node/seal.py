@@ -15,17 +15,20 @@ import grp
 import hashlib
 import json
 import os
-import platform
 import pwd
 import re
-import shutil
 import stat
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+TYPE_CHECKING = False
+"""As in `typing`: it, `subprocess` and `shutil` take longer to import than most looks take."""
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any, TypeAlias
+
+    Row: TypeAlias = dict[str, Any]
 
 FOLDER = Path("/var/lib/bringup/seals")
 ROLE = "BRINGUP_ROLE"
@@ -62,8 +65,6 @@ FIFO = re.compile(r"(/\S+) \(FIFO\)")
 
 DIGESTS = {"sha256": "content", "content": "content", "record": "record", "runs from": "runs from"}
 """Fields that are digests, and what is said of them."""
-
-Row = dict[str, Any]
 
 
 # --- recording ----------------------------------------------------------------------------------------------
@@ -178,6 +179,8 @@ def seal(
         data = {"schema_version": SCHEMA_VERSION, "role": role, "inputs": inputs[role], "run": run, "at": at}
         _write(_seal_file(role), {**data, "rows": evidence})
         done.append(role)
+    import shutil
+
     shutil.rmtree(FOLDER / "claims", ignore_errors=True)
     return done, open_
 
@@ -281,6 +284,8 @@ def look_up(rows: Iterable[Mapping[str, Any]]) -> Shown:
 
 def run(argv: Sequence[str]) -> str:
     """What a command prints; empty when it cannot be run or takes too long."""
+    import subprocess
+
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -480,9 +485,10 @@ def _user(row: Mapping[str, Any], shown: Shown) -> Row:
 
 
 def _group_of(number: int) -> Any:
-    with suppress(KeyError):
+    try:
         return grp.getgrgid(number)
-    return None
+    except KeyError:
+        return None
 
 
 def _group(row: Mapping[str, Any], shown: Shown) -> Row:
@@ -522,7 +528,7 @@ def _listing(row: Mapping[str, Any], shown: Shown) -> Row:
 
 
 def _kernel(row: Mapping[str, Any], shown: Shown) -> Row:
-    return {"release": platform.release()}
+    return {"release": os.uname().release}
 
 
 def _driver(row: Mapping[str, Any], shown: Shown) -> Row:

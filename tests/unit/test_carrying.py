@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 
 from bringup import ROOT, carrying
-from bringup.node import light
+from bringup.node import kept, light
 
 MODULES = sorted(path.stem for path in (ROOT / "plugins" / "modules").glob("*.py"))
 CARRIED = [name for name in MODULES if "def main(" in (carrying.MODULES / f"{name}.py").read_text()]
@@ -137,14 +139,50 @@ def test_what_a_module_hands_on_of_its_own_library_is_whole() -> None:
         "files = [str(part.__file__) for part in (chain, fetch)]\n"
         "module.exit_json(text=inspect.getsource(fetch), files=files)\n"
     )
-    text = (
-        f"import json, sys\nsys.path.insert(0, {str(carrying.NODE)!r})\nimport light\nsys.path.pop(0)\n"
-        f"module, texts = json.loads({json.dumps([module, texts])!r})\n"
-        "light.run('demo', module, texts, {'options': {}})\n"
-    )
+    parts = [("light", Path(light.__file__).read_text()), ("modules/demo", module), *texts.items()]
+    text = f"{carrying.bundle(parts)}name = 'demo'\n{carrying.START}{carrying.call({}, check=False)}"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
     told = carrying.answer("demo", done.returncode, done.stdout, done.stderr)
     assert told.get("text") == texts["fetch"], told
     assert [Path(name).name for name in told["files"]] == ["chain.py", "fetch.py"]
+
+
+def test_no_module_is_called_like_a_part_of_the_library() -> None:
+    """Both lie in one program by their names."""
+    assert not {f"modules/{name}" for name in MODULES} & {path.stem for path in carrying.NODE.glob("*.py")}
+
+
+KEEPS = """
+import os
+exec(open({kept!r}).read())
+FOLDER = {folder!r}
+code = compiled({text!r}, "told.py", "d1")
+exec(code)
+print(sorted(name.partition("-")[0] for name in os.listdir(FOLDER)) if os.path.isdir(FOLDER) else "nothing kept")
+"""
+
+
+def _kept(folder: Path, text: str) -> list[str]:
+    program = KEEPS.format(kept=kept.__file__, folder=str(folder), text=text)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root keeps code")
+def test_code_is_kept_by_its_digest_and_never_in_a_folder_that_others_may_write(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    assert _kept(ours, "print('first')") == ["first", "['d1']"]
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+    # The same digest is the same text: what was compiled then runs now.
+    assert _kept(ours, "print('second')") == ["first", "['d1']"]
+    for path in ours.iterdir():
+        path.write_bytes(path.read_bytes()[:20])
+    assert _kept(ours, "print('third')") == ["third", "['d1']"]
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert _kept(open_to_all, "print('fourth')") == ["fourth", "[]"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bringup import fleet, looking, remote
+from bringup import ROOT, fleet, looking, remote
 from bringup.errors import Exit, UsageError
 from bringup.fleet import Host
 
@@ -217,3 +220,20 @@ def test_equal_output_of_many_hosts_is_shown_once() -> None:
 def test_log_lines_come_whole_with_where_they_are_from() -> None:
     target = looking.Target(HERE, ("never-there",))
     assert [(host, service) for host, service, _ in looking.logs([target], 3)] == [("here", "!")]
+
+
+def test_connections_that_a_look_opens_are_those_that_ansible_looks_for() -> None:
+    """The same path, and the same words of how long they stay."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "ansible-config"), "dump", "-t", "connection"],
+        cwd=ROOT,
+        env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    said = dict(re.findall(r"^(control_path|control_path_dir|ssh_args)\(.*?\) = (.*)$", done.stdout, re.M))
+    path = said["control_path"] % {"directory": said["control_path_dir"]}
+    assert f"ControlPath={path}" in remote.SHARED
+    assert set(shlex.split(said["ssh_args"])) - {"-o"} <= set(remote.SHARED)

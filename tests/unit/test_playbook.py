@@ -17,7 +17,7 @@ import pytest
 
 from bringup import ROOT, events, playbook, progress
 from bringup.errors import Exit, Problem, UsageError
-from bringup.planned import HostPlan, Plan
+from bringup.known import Known, KnownHost
 from bringup.playbook import Played
 
 PLAYS = ROOT / "tests" / "cases" / "plays"
@@ -195,8 +195,8 @@ def test_an_unknown_playbook_is_named_with_the_nearest_known_one() -> None:
 
 
 def test_a_limit_that_names_nothing_is_refused_before_anything_runs() -> None:
-    host = HostPlan("h20-01", ("gpu",), "h20", "amd64", (), (), ())
-    plan = Plan("h20", (host,), (), "digest")
+    host = KnownHost("h20-01", ("gpu",), ())
+    plan = Known("h20", Path("h20"), "digest", (host,), {}, {}, (), None)
     playbook.check_limit(plan, "gpu")
     with pytest.raises(UsageError) as caught:
         playbook.check_limit(plan, "h20-1")

@@ -5,7 +5,7 @@
 
 Linux, as root; needs mmdebstrap, iproute2 and (without netem) gcc. For each repeat the contenders take turns on fresh
 hosts, in another order each time: a first run, a run that has nothing to change, one after a single value changed
-(without `first` among --runs, the script brings everything about before).
+(without `first` among --runs, everything is brought about before, not measured).
 All must leave the same file systems (contents, owners, modes), or nothing is reported. Each run is a line of
 `docs/measured/provision-compare.jsonl`; from all lines of the newest commit the tables and the plot of
 `docs/performance.md` are written. Exit 1 when the comparison is void.
@@ -82,7 +82,7 @@ class Bench:
                     continue
                 self.hosts.up(number)
                 if "first" not in self.options.runs:
-                    self.settle(field)
+                    self.settle(field, name)
                 for which in self.options.runs.split(","):
                     self.one(field, name, number, net, repeat, which)
 
@@ -100,9 +100,10 @@ class Bench:
             check=True,
         )
 
-    def settle(self, field: Field) -> None:
-        """Brings everything about, not measured, where no first run is wanted."""
-        one = field.contender("floor")
+    def settle(self, field: Field, name: str) -> None:
+        """Brings everything about, not measured, where no first run is wanted: by the script, and for ours, which goes by
+        what its own runs left, by itself."""
+        one = field.contender(name if name == "bringup" else "floor")
         words = ["nsenter", f"--net=/var/run/netns/{CONTROLLER}", *one.words]
         subprocess.run(
             words, env=dict(one.environment), stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=True

@@ -1,0 +1,236 @@
+"""What a run needs of an inventory's plan, read back while the content of all that it came from is the same (I/O).
+
+Working a plan out costs more than looking at ten nodes, and most runs are of an inventory in which nothing has
+changed. So it is kept in `.cache/plans`, under a digest of every file that it can come from: the inventory's, the
+catalog's, and the code and roles of this checkout. Nothing kept is ever trusted for longer than that digest holds;
+a file that cannot be read is worked out again. Role variables name secrets and hold none; the folder is its owner's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bringup import ROOT, fleet, handed, inventory, runs
+from bringup.errors import Problem
+
+if TYPE_CHECKING:
+    from bringup.planned import Plan
+
+FOLDER = ROOT / ".cache" / "plans"
+SCHEMA_VERSION = 1
+KEPT = 4
+"""Plans of one inventory that stay: as it is, and as it was before somebody tried something."""
+
+SOURCES = (
+    "ansible.cfg",
+    "bringup",
+    "catalog",
+    "playbooks/provision.yml",
+    "plugins",
+    "requirements.lock",
+    "roles",
+)
+"""Files and folders of this checkout that decide what a plan says, or what goes into a role."""
+
+LEFT_OUT = frozenset(("__pycache__", "failures", "runbooks"))
+"""Folders in them that do not: bytecode, what diagnose knows, and runbooks' descriptions."""
+
+TWINS = "twins.json"
+"""An inventory with this file wears facts that are recorded elsewhere: its plan is always worked out."""
+
+
+@dataclass(frozen=True)
+class KnownHost:
+    """A host of the plan: its name, its groups, and the names of its servers."""
+
+    name: str
+    groups: tuple[str, ...]
+    services: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """An inventory's plan as a run needs it. `inputs`: host -> role -> digest of what goes into it when a run adds no
+    variables of its own; `idle`: host -> roles that have nothing to do; `lacking`: why it cannot be provisioned;
+    `reached`: how each host is reached (None: that must be asked each time); `at`: the file with the role variables.
+    """
+
+    inventory: str
+    folder: Path
+    digest: str
+    hosts: tuple[KnownHost, ...]
+    inputs: Mapping[str, Mapping[str, str]]
+    idle: Mapping[str, tuple[str, ...]]
+    lacking: tuple[Problem, ...]
+    reached: tuple[fleet.Host, ...] | None
+    at: Path | None = None
+    worked_out: Mapping[str, Mapping[str, Any]] | None = None
+    is_new: bool = False
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """Host -> its groups, as `fleet.matching` takes them."""
+        return {host.name: host.groups for host in self.hosts}
+
+    @cached_property
+    def variables(self) -> Mapping[str, Mapping[str, Any]]:
+        """Variables of roles, by host."""
+        if self.worked_out is not None:
+            return self.worked_out
+        assert self.at is not None
+        found: Mapping[str, Mapping[str, Any]] = json.loads(self.at.read_text(encoding="utf-8"))["hosts"]
+        return found
+
+    def hand_over(self, path: Path) -> None:
+        """Puts a file for `bringup.handed` at `path`."""
+        if self.at is not None:
+            with suppress(OSError):
+                os.link(self.at, path)
+                return
+        runs.write_private(path, handed.text(self.folder, self.variables))
+
+    def reach(self, names: Sequence[str]) -> list[fleet.Host]:
+        """How each of the named hosts is reached. Raises UsageError for one that is not there."""
+        if self.reached is None:
+            return fleet.hosts_of(str(self.folder), names)
+        by_name = {host.name: host for host in self.reached}
+        return [by_name[name] for name in names]
+
+
+def load(name_or_path: str) -> Known:
+    """The plan of an inventory, by name or folder. Raises UsageError with every problem of intent and catalog."""
+    folder = inventory.folder_of(name_or_path)
+    if (folder / TWINS).is_file():
+        return _worked_out(folder)
+    digest = digest_of(folder)
+    head = FOLDER / f"{_slug(folder)}-{digest}.json"
+    try:
+        return _read(head, folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        found = _worked_out(folder)
+        with suppress(OSError):
+            _write(head, found)
+        return found
+
+
+def digest_of(folder: Path) -> str:
+    """Of the names and contents of everything that the plan of an inventory's folder can come from."""
+    total = hashlib.sha256(f"{SCHEMA_VERSION} {sys.version} {Path.home()} {folder}".encode())
+    for root in (folder, *(ROOT / source for source in SOURCES)):
+        for path in _files(str(root)):
+            total.update(f"\0{path}\0".encode("utf-8", "surrogateescape"))
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123 (a thousand of them: a Path each is half the time)
+                total.update(file.read())
+    return total.hexdigest()[:40]
+
+
+def _files(root: str) -> Iterator[str]:
+    """A file, or all files below a folder, in order."""
+    if not os.path.isdir(root):  # noqa: PTH112 (as above)
+        if os.path.isfile(root):  # noqa: PTH113
+            yield root
+        return
+    with os.scandir(root) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir():
+            if entry.name not in LEFT_OUT:
+                yield from _files(entry.path)
+        elif entry.is_file():
+            yield entry.path
+
+
+def _slug(folder: Path) -> str:
+    return f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+
+
+def _worked_out(folder: Path) -> Known:
+    from bringup import inventory as inventories
+    from bringup import plan as plans
+    from bringup import rolevars, seal
+
+    plan = plans.load(str(folder))
+    variables = rolevars.of_plan(plan)
+    hosts = inventories.read(str(folder)).hosts
+    return Known(
+        inventory=plan.inventory,
+        folder=folder,
+        digest=plan.digest,
+        hosts=_hosts(plan),
+        inputs=seal.inputs(variables, hosts, folder, {}),
+        idle=seal.idle(variables, hosts),
+        lacking=tuple(plans.unprovisionable(plan)),
+        reached=None
+        if fleet.is_templated(folder)
+        else tuple(fleet.hosts_of(str(folder), [one.name for one in hosts])),
+        worked_out=variables,
+        is_new=True,
+    )
+
+
+def _hosts(plan: Plan) -> tuple[KnownHost, ...]:
+    return tuple(
+        KnownHost(host.name, tuple(host.groups), tuple(one.name for one in host.services))
+        for host in plan.hosts
+    )
+
+
+# --- on the disk --------------------------------------------------------------------------------------------
+
+
+def _beside(head: Path) -> Path:
+    return head.with_suffix(".variables.json")
+
+
+def _write(head: Path, found: Known) -> None:
+    """The variables first: a head that is there has them beside it."""
+    FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
+    assert found.worked_out is not None
+    runs.write_private(_beside(head), handed.text(found.folder, found.worked_out))
+    data = {
+        "schema_version": SCHEMA_VERSION,
+        **{name: getattr(found, name) for name in ("inventory", "digest", "inputs", "idle")},
+        "hosts": [dataclasses.asdict(host) for host in found.hosts],
+        "lacking": [dataclasses.asdict(one) for one in found.lacking],
+        "reached": None if found.reached is None else [dataclasses.asdict(one) for one in found.reached],
+    }
+    runs.write_private(head, json.dumps(data))
+    ours = [
+        path for path in FOLDER.glob(f"{_slug(found.folder)}-*.json") if not path.name.endswith(".variables.json")
+    ]
+    for old in sorted(ours, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
+        _beside(old).unlink(missing_ok=True)
+
+
+def _read(head: Path, folder: Path) -> Known:
+    data = json.loads(head.read_text(encoding="utf-8"))
+    at = _beside(head)
+    if data["schema_version"] != SCHEMA_VERSION or not at.is_file():
+        raise ValueError(head)
+    reached = data["reached"]
+    return Known(
+        inventory=data["inventory"],
+        folder=folder,
+        digest=data["digest"],
+        hosts=tuple(_host(one) for one in data["hosts"]),
+        inputs=data["inputs"],
+        idle={name: tuple(roles) for name, roles in data["idle"].items()},
+        lacking=tuple(Problem(**one) for one in data["lacking"]),
+        reached=None if reached is None else tuple(map(fleet.of_data, reached)),
+        at=at,
+    )
+
+
+def _host(data: Mapping[str, Any]) -> KnownHost:
+    return KnownHost(data["name"], tuple(data["groups"]), tuple(data["services"]))
