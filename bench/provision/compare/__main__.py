@@ -106,7 +106,12 @@ class Bench:
         one = field.contender(name if name == "bringup" else "floor")
         words = ["nsenter", f"--net=/var/run/netns/{CONTROLLER}", *one.words]
         subprocess.run(
-            words, env=dict(one.environment), stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=True
+            words,
+            cwd=one.folder,
+            env=dict(one.environment),
+            stdout=subprocess.DEVNULL,
+            timeout=LIMIT_S,
+            check=True,
         )
 
     def one(self, field: Field, name: str, number: int, net: str, repeat: int, which: str) -> None:
