@@ -21,6 +21,7 @@ LISTS = (
     "models",
     "linking",
     "logs",
+    "devices",
     "clocks_mhz",
 )
 """Parts of an expectation that are lists in plain data."""
@@ -73,7 +74,8 @@ class Expected:
     download needs (host, port, purpose, and `unless`: a path that makes it needless); `caches`: folders (path, user);
     `models`: name, folder, files (path, size), stamp, `expects` and `mtp` (prefix, services that draft); `linking`:
     what engines link at run time (services, libraries, and the profile's own compiler and folders); `logs`: files that
-    servers write; `mends`: code of a finding -> the role that mends it.
+    servers write; `devices`: who opens GPUs (service, user, gpus by index); `mends`: code of a finding -> the
+    role that mends it.
     """
 
     arch: str = "any"
@@ -96,6 +98,7 @@ class Expected:
     models: tuple[Mapping[str, Any], ...] = ()
     linking: tuple[Mapping[str, Any], ...] = ()
     logs: tuple[str, ...] = ()
+    devices: tuple[Mapping[str, Any], ...] = ()
     memory_nodes: str = ""
     clocks_mhz: tuple[int, ...] = ()
     power_w: int = 0

@@ -7,7 +7,7 @@ A check is a function of facts and expectation that yields findings. What is the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -67,6 +67,9 @@ NUMA_MEMORY_SHARE = 0.8
 
 POWER_SHARE = 0.95
 """Part of its default power that a GPU must be allowed where the site wishes nothing else."""
+
+READ_WRITE = 0o6
+"""Rights that CUDA needs of a device node."""
 
 ANY_ADDRESSES = frozenset({"0.0.0.0", "::", "*", ""})
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -566,6 +569,80 @@ def check_device_nodes(facts: Facts, expected: Expected) -> Iterator[Finding]:
         )
 
 
+def check_devices_open(facts: Facts, expected: Expected) -> Iterator[Finding]:
+    """Each server's user may read and write the device nodes of its GPUs: we look as root, who may always."""
+    there = {row["path"]: row for row in facts["gpu"].get("devices") or ()}
+    gpus = (facts["gpu"]["smi"] or {}).get("gpus") or ()
+    for row in expected.devices:
+        user = (facts.get("users") or {}).get(row["user"])
+        shut = [
+            there[path]
+            for path in ("/dev/nvidiactl", "/dev/nvidia-uvm", *(_gpu_node(gpus, at) for at in row["gpus"]))
+            if path in there and not _may_open(there[path], user)
+        ]
+        if shut:
+            paths = ", ".join(one["path"] for one in shut)
+            yield Finding(
+                "DEVICE_SHUT",
+                "error",
+                f"{row['user']}, the user of service {row['service']}, may not open {paths}: "
+                "CUDA finds no device there, or calls it invalid",
+                f"{_modes(shut)}; {_membership(row['user'], user)}",
+                _let_in(shut, row["user"], user),
+            )
+
+
+def _gpu_node(gpus: Sequence[Mapping[str, Any]], index: int) -> str:
+    """The device node of a GPU: named by its minor number, which is not its index where others are hidden."""
+    minor = gpus[index].get("minor") if index < len(gpus) else None
+    return f"/dev/nvidia{index if minor is None else minor}"
+
+
+def _may_open(node: Mapping[str, Any], user: Mapping[str, Any] | None) -> bool:
+    """May a user read and write a file, by its mode and access list (acl(5))? None: one that is yet to be made, in no
+    group but its own."""
+    uid, groups = (user["uid"], set(user["groups"])) if user else (None, set())
+    owner, middle, others = (node["mode"] >> shift & 7 for shift in (6, 3, 0))
+    if uid == node["uid"]:
+        return _both(owner)
+    access = node.get("access") or ()
+    named = [one["rights"] & middle for one in access if one["kind"] == "user" and one["id"] == uid]
+    if named:
+        return _both(named[0])
+    owning = next((one["rights"] & middle for one in access if one["kind"] == "owning group"), middle)
+    ours = [owning] if node["gid"] in groups else []
+    ours += [one["rights"] & middle for one in access if one["kind"] == "group" and one["id"] in groups]
+    return any(map(_both, ours)) if ours else _both(others)
+
+
+def _both(rights: int) -> bool:
+    return rights & READ_WRITE == READ_WRITE
+
+
+def _modes(nodes: Iterable[Mapping[str, Any]]) -> str:
+    seen = (f"mode {node['mode']:04o} of {node['owner']}:{node['group']}" for node in nodes)
+    return ", ".join(dict.fromkeys(seen))
+
+
+def _membership(name: str, user: Mapping[str, Any] | None) -> str:
+    if user is None:
+        return f"{name} is yet to be made, in no group but its own"
+    return f"{name} is uid {user['uid']} in groups {', '.join(map(str, user['groups']))}"
+
+
+def _let_in(nodes: Sequence[Mapping[str, Any]], name: str, user: Mapping[str, Any] | None) -> str:
+    """The step that helps: a group that may open them all, where there are one and the user, else everybody."""
+    paths = " ".join(node["path"] for node in nodes)
+    everybody = (
+        f"sudo chmod 0666 {paths}, and take away what closes them at boot: "
+        "grep -rs nvidia /etc/udev/rules.d /etc/modprobe.d (NVreg_DeviceFileMode)"
+    )
+    groups = {node["group"] for node in nodes if node["gid"] != 0 and _both(node["mode"] >> 3)}
+    if user is None or len(groups) != 1 or not all(_both(node["mode"] >> 3) for node in nodes):
+        return everybody
+    return f"sudo usermod -aG {groups.pop()} {name}; or for all: {everybody}"
+
+
 def check_cuda_link(facts: Facts, expected: Expected) -> Iterator[Finding]:
     """What engines compile at run time can be linked against the driver's library: tried where there is a compiler
     that works, else looked up."""
@@ -928,6 +1005,7 @@ CHECKS: tuple[Check, ...] = (
     check_kernel,
     check_kernel_log,
     check_device_nodes,
+    check_devices_open,
     check_cuda_link,
     check_fabric,
     check_links,
@@ -980,6 +1058,7 @@ def request(expected: Expected) -> dict[str, Any]:
         "ports": [port.port for port in expected.ports],
         "linking": [dict(row) for row in expected.linking],
         "logs": list(expected.logs),
+        "users": sorted({str(row["user"]) for row in expected.devices}),
     }
 
 

@@ -6,6 +6,7 @@ Sizes are bytes, times are seconds since the epoch.
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import pwd
 import re
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -139,15 +141,17 @@ def clock(runner: Runner = run) -> dict[str, Any]:
     return {"epoch": time.time(), "synchronized": synchronized, "zone": time.strftime("%Z")}
 
 
-def users(names: Iterable[str]) -> dict[str, int | None]:
-    """Uid of each asked-for user, None when there is no such user."""
-    found: dict[str, int | None] = {}
-    for name in names:
-        try:
-            found[name] = pwd.getpwnam(name).pw_uid
-        except KeyError:
-            found[name] = None
-    return found
+def users(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+    """Uid and groups (gids, its own among them) of each asked-for user, None when there is no such user."""
+    return {name: _user(name) for name in names}
+
+
+def _user(name: str) -> dict[str, Any] | None:
+    try:
+        found = pwd.getpwnam(name)
+    except KeyError:
+        return None
+    return {"uid": found.pw_uid, "groups": sorted(os.getgrouplist(name, found.pw_gid))}
 
 
 def package_lock() -> dict[str, Any] | None:
@@ -321,6 +325,13 @@ LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr
 MPS_PROGRAM = "nvidia-cuda-mps"
 """The beginning of the names of the multi-process service's two programs, as /proc/<pid>/comm cuts it."""
 
+DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia[0-9]*")
+"""Names below /dev that CUDA opens."""
+
+ACCESS_LIST = "system.posix_acl_access"
+ACCESS_KINDS: Mapping[int, str] = {0x02: "user", 0x04: "owning group", 0x08: "group"}
+"""Tags of an access list's entries that the mode does not hold (linux/posix_acl.h)."""
+
 
 def pci(base: Path = Path("/sys/bus/pci/devices")) -> dict[str, Any]:
     """Addresses of NVIDIA GPUs and NVSwitches on the bus, and the kernel driver of each GPU."""
@@ -370,6 +381,7 @@ def _gpu(node: ET.Element) -> dict[str, Any]:
     return {
         "name": text("product_name"),
         "uuid": text("uuid"),
+        "minor": _number(text("minor_number")),
         "address": node.get("id"),
         "pci_id": text("pci/pci_device_id"),
         "memory": _mebibytes(text("fb_memory_usage/total")),
@@ -487,17 +499,17 @@ def parse_nvlink(text: str) -> list[dict[str, int]]:
 
 def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     """All about the GPUs; on a node without any, two empty lists and no command run."""
-    devices = pci(root / "sys/bus/pci/devices")
+    bus = pci(root / "sys/bus/pci/devices")
     module = read(root / "proc/driver/nvidia/version")
     tool = _tool("nvidia-smi", root)
     facts: dict[str, Any] = {
-        "pci": devices,
+        "pci": bus,
         "module": parse_module_version(module),
         "open_module": "Open Kernel Module" in module if module else None,
         "library": library_version(root),
         "linkable": linkable(root),
         "nouveau": (root / "sys/module/nouveau").is_dir(),
-        "device_nodes": sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*")),
+        "devices": devices(root),
         "uvm": (root / "dev/nvidia-uvm").exists(),
         "tool": tool,
         "smi": None,
@@ -511,7 +523,7 @@ def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
         "units": {},
         "fabric_manager": None,
     }
-    if not (devices["gpus"] or tool or module):
+    if not (bus["gpus"] or tool or module):
         return facts
     facts.update(_smi(runner) if tool else {})
     if facts["smi"]:
@@ -526,6 +538,53 @@ def gpu(runner: Runner = run, root: Path = SLASH) -> dict[str, Any]:
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)", text) if code == 0 else None
     facts["fabric_manager"] = match.group(1) if match else None
     return facts
+
+
+def devices(root: Path = SLASH) -> list[dict[str, Any]]:
+    """Device nodes that CUDA opens: path, who owns it (numbers and names), mode, and what an access list adds."""
+    found = []
+    for path in sorted(path for name in DEVICES for path in (root / "dev").glob(name)):
+        with suppress(OSError):
+            seen = path.stat()
+            found.append(
+                {
+                    "path": f"/{path.relative_to(root)}",
+                    "uid": seen.st_uid,
+                    "gid": seen.st_gid,
+                    "owner": _name_of(pwd.getpwuid, seen.st_uid),
+                    "group": _name_of(grp.getgrgid, seen.st_gid),
+                    "mode": stat.S_IMODE(seen.st_mode),
+                    "access": _access_list(path),
+                }
+            )
+    return found
+
+
+def _name_of(look_up: Callable[[int], Sequence[Any]], number: int) -> str:
+    """A user's or group's name; the number where it has none."""
+    try:
+        return str(look_up(number)[0])
+    except KeyError:
+        return str(number)
+
+
+def _access_list(path: Path) -> list[dict[str, Any]]:
+    if not hasattr(os, "getxattr"):
+        return []
+    with suppress(OSError):
+        return parse_access_list(os.getxattr(path, ACCESS_LIST))
+    return []
+
+
+def parse_access_list(raw: bytes) -> list[dict[str, Any]]:
+    """Entries of a file's access list that its mode does not hold: kind ("user", "group", "owning group"), id (None
+    for the owning group) and rights (three bits). The mode's group bits are then the list's mask (acl(5))."""
+    rows = struct.iter_unpack("<HHI", raw[4 : len(raw) - (len(raw) - 4) % 8])
+    return [
+        {"kind": ACCESS_KINDS[tag], "id": None if tag == 0x04 else number, "rights": rights}
+        for tag, rights, number in rows
+        if tag in ACCESS_KINDS
+    ]
 
 
 def _tool(name: str, root: Path) -> str | None:

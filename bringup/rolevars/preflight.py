@@ -72,6 +72,11 @@ def variables(host: HostPlan, plan: Plan) -> dict[str, Any]:
             "models": [_model(model, host) for model in host.models],
             "linking": _linking(host),
             "logs": [log for service in host.services if (log := systemd.log_file(service))],
+            "devices": [
+                {"service": service.name, "user": service.user, "gpus": list(service.gpus)}
+                for service in host.services
+                if service.gpus
+            ],
             "memory_nodes": _memory_nodes(host),
             "clocks_mhz": list(driver.get("clocks_mhz") or ()),
             "power_w": driver.get("power_w") or 0,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,47 @@ def test_the_gathered_facts_of_this_machine_give_verdicts(tmp_path: Path) -> Non
     room = {"path": str(tmp_path / "not" / "yet"), "needed": 1 << 60, "purpose": "more than there is"}
     found = preflight.verdicts(gathered, preflight.Expected.of({"rooms": [room]}))
     assert "DISK_FULL" in [finding.code for finding in found]
-    assert gathered["users"] == {"root": 0, "nobody-has-this": None}
+    assert (gathered["users"]["root"]["uid"], gathered["users"]["nobody-has-this"]) == (0, None)
+    assert 0 in gathered["users"]["root"]["groups"]
+
+
+def test_device_nodes_are_gathered_with_who_may_open_them(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name, mode in (
+        ("nvidia0", 0o640),
+        ("nvidiactl", 0o666),
+        ("nvidia-uvm", 0o600),
+        ("nvidia-modeset", 0o666),
+    ):
+        (tmp_path / "dev" / name).touch()
+        (tmp_path / "dev" / name).chmod(mode)
+    found = facts.devices(tmp_path)
+    assert {row["path"]: row["mode"] for row in found} == {
+        "/dev/nvidia0": 0o640,
+        "/dev/nvidia-uvm": 0o600,
+        "/dev/nvidiactl": 0o666,
+    }
+    assert {(row["uid"], row["gid"]) for row in found} == {(os.getuid(), tmp_path.stat().st_gid)}
+    assert all(row["owner"] and row["group"] for row in found)
+
+
+def test_an_access_list_is_read_without_what_the_mode_holds() -> None:
+    entries = [
+        (0x01, 6, 2**32 - 1),
+        (0x02, 6, 987),
+        (0x04, 4, 2**32 - 1),
+        (0x08, 6, 44),
+        (0x10, 6, 0),
+        (0x20, 0, 0),
+    ]
+    raw = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    assert facts.parse_access_list(raw) == [
+        {"kind": "user", "id": 987, "rights": 6},
+        {"kind": "owning group", "id": None, "rights": 4},
+        {"kind": "group", "id": 44, "rights": 6},
+    ]
+    assert facts.parse_access_list(raw[:-3])[:1] == [{"kind": "user", "id": 987, "rights": 6}]
+    assert facts.parse_access_list(b"") == []
 
 
 def test_a_real_report_of_the_gpu_tool_is_read() -> None:

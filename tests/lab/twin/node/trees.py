@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -225,10 +226,11 @@ def device_nodes(worn: dict[str, Any], kernel: dict[str, Any], root: Path) -> No
     nodes = {f"nvidia{number}": (195, number) for number in range(len(state.usable(worn)))}
     nodes |= {"nvidiactl": (195, 255)}
     nodes |= {} if worn.get("no_uvm") else {"nvidia-uvm": (238, 0), "nvidia-uvm-tools": (238, 1)}
+    mode = int(worn.get("device_mode", "0666"), 8)
     for name, (major, minor) in nodes.items():
         path = folder / name
         if root == Path("/"):
-            os.mknod(path, 0o20666, os.makedev(major, minor))
-            path.chmod(0o666)
+            os.mknod(path, stat.S_IFCHR | mode, os.makedev(major, minor))
         else:
             path.touch()
+        path.chmod(mode)
