@@ -1,16 +1,42 @@
 """What the tests of a run share, brought up once: a pair of nodes, and a twin of each of two inventories. Tests stand
-in the order of the story that they tell."""
+in the order of the story that they tell. One that fails says how its nodes are at that moment."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from bringup import lab
-from tests.e2e import rehearsal
+from tests.e2e import nodestate, rehearsal
 from tests.e2e import site as sites
+
+SECTION = "the nodes"
+SHOWN = 6000
+"""Characters at the end of a first try's failure that are shown."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test of the pair that fails says how the nodes are now."""
+    report = yield
+    used = getattr(item, "funcargs", {}).get("pair")
+    if report.failed and isinstance(used, sites.Site):
+        report.sections.append((SECTION, nodestate.of(used)))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A test that needed a second try says why, too."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext[-SHOWN:])
+        for title, text in report.sections:
+            if title == SECTION:
+                terminalreporter.write_line(text)
 
 
 @pytest.fixture(scope="session")

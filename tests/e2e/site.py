@@ -16,17 +16,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from bringup import ROOT, lab
+from bringup.errors import Exit
 
 INVOKE = Path(sys.executable).parent / "invoke"
 COMMAND_LIMIT_S = 1800
 LOOK_LIMIT_S = 240
 SERVE_LIMIT_S = 360
+REST_LIMIT_S = 120
+"""How long the nodes may take to come to rest by themselves: a restart that is under way, a server that starts."""
+
+PASSING = ("activating", "deactivating")
+"""States of units that end by themselves."""
+
+FAR_HOURS = 12
+"""Until the schedule of restarts on a site comes up: no run of these tests takes so long."""
+
 STEP_S = 0.5
 
 
@@ -131,8 +142,16 @@ def make(folder: Path, names: Sequence[str], like: str = "lab") -> Site:
     intent = yaml.safe_load(site.intent_file.read_text())
     # Enough old logs that a test can count every line of the whole story.
     intent["node_log_rotation"] = {"keep": 60}
+    # Nothing is restarted in the middle of a test that does not ask for it, at whatever hour the tests run.
+    for service in intent["node_services"]:
+        service["restart"] = {**service.get("restart", {}), "calendar": far_calendar(datetime.now(UTC))}
     site.intent_file.write_text(yaml.safe_dump(intent, sort_keys=False))
     return site
+
+
+def far_calendar(now: datetime) -> str:
+    """A time of day (systemd calendar, UTC) that comes in about FAR_HOURS."""
+    return f"*-*-* {now + timedelta(hours=FAR_HOURS):%H:%M}:00 UTC"
 
 
 def _replace_hosts(group: Any, hosts: Mapping[str, Any]) -> None:
@@ -164,6 +183,39 @@ def until(what: str, true: Callable[[], bool], limit: float = SERVE_LIMIT_S) -> 
     while not true():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         time.sleep(STEP_S)
+
+
+def unrest(site: Site) -> dict[str, bool]:
+    """What on the site's nodes is not at rest (a restart that runs, a server that is not up or gives no token) ->
+    whether it may come to rest by itself.
+    """
+    service = site.service()
+    units = [f"bringup-restart-{service['name']}.service", f"bringup-{service['name']}.service"]
+    found = {}
+    for node in site.names:
+        restart, server = (on(node, f"systemctl show -P ActiveState {unit}", check=False) for unit in units)
+        if restart in PASSING:
+            found[f"{node}: its restart is {restart}"] = True
+        elif server != "active" or not answers(node, int(service["port"])):
+            found[f"{node}: its server is {server or 'unknown'} and gives no token"] = server in (
+                "active",
+                *PASSING,
+            )
+    return found
+
+
+def settle(site: Site, limit: float = REST_LIMIT_S) -> None:
+    """Brings the nodes to rest: waits while what is not at rest may come to that by itself, at most `limit` seconds;
+    what is left then is provisioned, once. Fails with what is not at rest after that.
+    """
+    deadline = time.monotonic() + limit
+    while any((found := unrest(site)).values()) and time.monotonic() < deadline:
+        time.sleep(STEP_S)
+    if not found:
+        return
+    done = site.provision()
+    assert done.code == Exit.DONE, f"not at rest: {'; '.join(found)}\n{done.text}"
+    assert not (left := unrest(site)), f"not at rest after provisioning either: {'; '.join(left)}"
 
 
 def answers(name: str, port: int) -> bool:

@@ -152,9 +152,7 @@ def loaded(pair: Site, name: str) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def serving(pair: Site) -> None:
     """The nodes serve; alone, this file provisions them first."""
-    if not all(answers(name, port(pair)) for name in pair.names):
-        done = pair.provision()
-        assert done.code == Exit.DONE, done.text
+    sites.settle(pair)
 
 
 # ---------------------------------------------------------------- every runbook

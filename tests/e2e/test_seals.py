@@ -11,7 +11,7 @@ import pytest
 
 from bringup.errors import Exit
 from bringup.rolevars import ROLES
-from tests.e2e.site import Done, Site, answers, on
+from tests.e2e.site import Done, Site, answers, on, settle
 
 MUTATIONS = {
     "a file's content and a folder's mode": (
@@ -95,6 +95,32 @@ def test_what_is_changed_behind_our_back_is_found_on_its_node_and_put_back(pair:
     )
     assert drift(pair).code == Exit.DONE
     assert answers(touched, port(pair))
+
+
+GATE = "pkill -{signal} -f '[l]ib/gate.py {name}'"
+"""The part of a start that waits for a token, held or let go on; the brackets keep it from finding itself."""
+
+
+def test_a_server_in_its_planned_restart_is_no_difference_and_is_not_played(pair: Site) -> None:
+    """Held where the new server has no token yet: it is not active, and nobody knows what it runs from."""
+    node, other = pair.names
+    name = pair.service()["name"]
+    hold = GATE.format(signal="STOP", name=name)
+    on(node, f"systemctl start --no-block bringup-restart-{name}.service")
+    on(node, f"for i in $(seq 3000); do {hold} && exit 0; sleep 0.02; done; exit 1")
+    try:
+        assert on(node, f"systemctl is-active bringup-{name}.service", check=False) == "activating"
+        looked = drift(pair)
+        assert (looked.code, found(looked)) == (Exit.DONE, {node: set(), other: set()}), looked.text
+        done = pair.provision()
+        assert done.code == Exit.DONE, done.text
+        assert [host["roles"] for host in done.data["hosts"].values()] == [{}, {}]
+        assert on(node, f"systemctl is-active bringup-{name}.service", check=False) == "activating"
+    finally:
+        on(node, GATE.format(signal="CONT", name=name), check=False)
+        settle(pair)
+    assert on(node, f"systemctl show -P Result bringup-restart-{name}.service") == "success"
+    assert drift(pair).code == Exit.DONE
 
 
 def test_one_changed_value_plays_what_depends_on_it(pair: Site) -> None:
