@@ -15,6 +15,9 @@ MIN_CONFIDENCE = 0.5
 WEAK = 0.7
 """A root cause less sure than this comes after the surer ones."""
 
+MESSENGER = 0.62
+"""A follow-up less sure than this says only that something went wrong: it is no answer without a root beside it."""
+
 LINES_SHOWN = 6
 UNUSUAL_SHOWN = 8
 SUSPECT_PROCESSES = 3
@@ -72,7 +75,7 @@ class Finding:
 def judge(reading: Reading, library: failures.Library, context: Context) -> tuple[Finding, ...]:
     """The causes the evidence shows, most likely first: roots, then follow-ups, then what is harmless.
 
-    A guess about lines that a surer cause accounts for is left out.
+    A guess about lines that a surer cause accounts for is left out, and so is a vague messenger without a root.
     """
     context = _with_engine(context, reading.head)
     found = []
@@ -86,6 +89,8 @@ def judge(reading: Reading, library: failures.Library, context: Context) -> tupl
     sure = [finding.cause for finding in found if finding.confidence >= WEAK]
     known = set().union(*(orders[cause] for cause in sure))
     found = [item for item in found if item.cause in sure or not orders[item.cause] <= known]
+    if not any(item.kind == "root" and item.severity != "note" for item in found):
+        found = [item for item in found if item.kind == "root" or item.confidence >= MESSENGER]
     return _ranked(found, library, {cause: min(some) for cause, some in orders.items()})
 
 
