@@ -11,6 +11,7 @@ import ast
 import base64
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -18,11 +19,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bringup import holding
 from bringup.node import kept, light
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ROOT / "plugins" / "modules"
 NODE = Path(light.__file__).parent
+ALONG = "node_lock_along"
+"""Variable of a play whose modules hold the node for the run themselves; its value is the playbook's name."""
+
+LOCKS = ("node_lock",)
+"""Modules that say themselves how the node is to be held."""
+
 PYTHON = "/usr/bin/python3"
 NOT_FOUND = (126, 127)
 SAID_LINES = 5
@@ -38,7 +46,7 @@ def program(name: str) -> str:
     """The text of a module with all of its library, without what it is asked."""
     module = (MODULES / f"{name}.py").read_text(encoding="utf-8")
     texts: dict[str, str] = {}
-    todo = _named(module)
+    todo = _named(module) | {"nodelock"}
     while todo:
         part = todo.pop()
         texts[part] = (NODE / f"{part}.py").read_text(encoding="utf-8")
@@ -82,9 +90,11 @@ def _named(text: str) -> set[str]:
     return {word for word in {*words, *PARTS.findall(text)} if (NODE / f"{word}.py").is_file()}
 
 
-def call(options: Mapping[str, Any], check: bool) -> str:
-    """The end of a program: what is asked. Values that JSON has not become text, as Ansible's tagged ones do."""
-    request = json.dumps({"options": dict(options), "check": check}, default=str)
+def call(options: Mapping[str, Any], check: bool, lock: holding.Wanted | None = None) -> str:
+    """The end of a program: what is asked, and how the node is to be held before (`light.held`). Values that JSON has
+    not become text, as Ansible's tagged ones do."""
+    more = {"lock": dict(lock)} if lock else {}
+    request = json.dumps({"options": dict(options), "check": check, **more}, default=str)
     return f"light.run(name, texts, digests, compiled, json.loads({request!r}))\n"
 
 
@@ -105,23 +115,63 @@ def interpreter(known: Mapping[str, Any]) -> str:
 
 
 class Carried:
-    """Beside Ansible's `ActionBase`, in front of it: `_execute_module` takes this way where it is open."""
+    """Beside Ansible's `ActionBase`, in front of it: `_execute_module` takes this way where it is open.
+
+    In a play with `node_lock_along` (the playbook's name), every call holds the node for the run before its module does
+    anything, so that no call of its own is needed for it; `--skip-tags lock` and check mode hold nothing.
+    """
 
     def _execute_module(
         self, module_name: Any = None, module_args: Any = None, task_vars: Any = None, **more: Any
     ) -> dict[str, Any]:
         """As in ActionBase, for modules of this checkout."""
         me: Any = self
+        known = task_vars or {}
         name = str(module_name or me._task.action)
         options = me._task.args if module_args is None else module_args
-        if not (more or me._task.async_val) and me._connection.is_pipelining_enabled(False):
-            python = interpreter(task_vars or {})
-            command = f"{me._compute_environment_string()} {python} -I -S -".strip()
-            text = program(name) + call(options, me._task.check_mode)
-            done = me._low_level_execute_command(command, in_data=text.encode("utf-8", "surrogateescape"))
-            if done["rc"] not in NOT_FOUND:
-                return answer(name, done["rc"], done["stdout"], done["stderr"])
+        lock = self._lock(known) if name not in LOCKS else None
+        carried = not (more or me._task.async_val) and me._connection.is_pipelining_enabled(False)
+        if carried and (found := self._asked(name, options, known, lock)):
+            return found
+        if lock and (refused := self._held_apart(lock, known)):
+            return refused
         given: dict[str, Any] = super()._execute_module(  # type: ignore[misc]
             module_name=name, module_args=options, task_vars=task_vars, **more
         )
         return given
+
+    def _asked(
+        self, name: str, options: Any, known: Mapping[str, Any], lock: holding.Wanted | None
+    ) -> dict[str, Any]:
+        """What the node says; nothing when it has no such Python."""
+        me: Any = self
+        command = f"{me._compute_environment_string()} {interpreter(known)} -I -S -".strip()
+
+        def ask(wanted: holding.Wanted | None) -> dict[str, Any]:
+            text = program(name) + call(options, me._task.check_mode, wanted)
+            done = me._low_level_execute_command(command, in_data=text.encode("utf-8", "surrogateescape"))
+            return {} if done["rc"] in NOT_FOUND else answer(name, done["rc"], done["stdout"], done["stderr"])
+
+        return holding.through(ask, lock) if lock else ask(None)
+
+    def _held_apart(self, lock: holding.Wanted, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Holds the node by a call of its own, where Ansible carries the module; nothing, or why it is not held."""
+
+        def ask(wanted: holding.Wanted) -> dict[str, Any]:
+            options = {"state": "held", **wanted}
+            found: dict[str, Any] = super(Carried, self)._execute_module(  # type: ignore[misc]
+                module_name=LOCKS[0], module_args=options, task_vars=known
+            )
+            return found
+
+        found = holding.through(ask, lock)
+        return found if found.get("failed") else {}
+
+    def _lock(self, known: Mapping[str, Any]) -> holding.Wanted | None:
+        """How this play holds the node; None where it holds nothing by its modules."""
+        me: Any = self
+        playbook = str(known.get(ALONG) or "")
+        if not playbook or me._task.check_mode or "lock" in (known.get("ansible_skip_tags") or ()):
+            return None
+        # Workers are children of ansible-playbook: its life is the run's.
+        return holding.wanted(known, holding.identity(os.getppid(), playbook))

@@ -26,8 +26,14 @@ LOCK_PREFIX = "Lock:"
 REFUSE_PREFIX = "Refuse "
 """A task whose name begins so says no before anything is changed; so does a result with `bringup_refused`."""
 
+HOLD = "Lock: hold this node for the run"
+"""How the failure of any task is called that failed because the node could not be held (`bringup_locked`)."""
+
 GIVE_BACK = "Lock: give this node back"
 """The last task of a play on a host; where it is reached without a failure, the host is done."""
+
+DONE = "bringup_done"
+"""Field of a result by which a host is done that was given back by a task of another name."""
 
 NO_ROLE = "play"
 """How tasks outside of any role (gathering facts, a runbook's own tasks) are called."""
@@ -240,7 +246,7 @@ class Tally:
         role.ok += 1
         result = data.get("res") or {}
         self._gather(data, result)
-        if _task_name(data) == GIVE_BACK:
+        if _task_name(data) == GIVE_BACK or result.get(DONE):
             self._done.add(str(data.get("host", "")))
         if result.get("changed"):
             role.changed += 1
@@ -251,16 +257,20 @@ class Tally:
     def _on_skipped(self, data: Mapping[str, Any]) -> None:
         self._finished(data).skipped += 1
 
-    def _on_failed(self, data: Mapping[str, Any]) -> Failure:
+    def _on_failed(self, data: Mapping[str, Any]) -> Failure | None:
         role = self._finished(data)
         result = data.get("res") or {}
         self._gather(data, result)
+        if result.get("bringup_given_back"):
+            # The end of a rescue: what stopped the host was said before it.
+            return None
+        locked = bool(result.get("bringup_locked"))
         ignored = bool(data.get("ignore_errors"))
         role.ok += ignored
         failure = Failure(
             str(data.get("host", "")),
-            _role_name(data),
-            _task_name(data),
+            NO_ROLE if locked else _role_name(data),
+            HOLD if locked else _task_name(data),
             message_of(result),
             "ignored" if ignored else "failed",
             bool(result.get("bringup_refused")) or _task_name(data).startswith(REFUSE_PREFIX),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from bringup import runs, windows
+from bringup.node.light import HELD
+
+MARK = "bringup_locked"
+"""Field of a task's result that failed because the node could not be held."""
+
+GIVEN_BACK = "bringup_given_back"
+"""Field of the result of a rescue: what failed on the node was another task, before it."""
 
 
 def identity(pid: int, task: str = "") -> dict[str, Any]:
@@ -29,6 +36,49 @@ def identity(pid: int, task: str = "") -> dict[str, Any]:
         "playbook": Path(task.rpartition(":")[0] or task).stem,
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+class Wanted(TypedDict):
+    """What a node is asked that is to be held: for whom, over which run's token, from anybody, and why nothing may be
+    changed now on a node that is not held yet (`bringup/node/nodelock.py: take`). `reason`: why that does not count."""
+
+    holder: dict[str, Any]
+    over: str
+    force: bool
+    closed: str
+    reason: str
+
+
+def wanted(known: Mapping[str, Any], mine: Mapping[str, Any]) -> Wanted:
+    """From the variables of a play: `node_change_windows`, `run_outside_window` (why a change cannot wait) and
+    `run_force_unlock`."""
+    shut = closed(known.get("node_change_windows") or (), datetime.now(UTC))
+    reason = str(known.get("run_outside_window") or "")
+    force = str(known.get("run_force_unlock", "")).lower() in ("true", "yes", "1")
+    return {
+        "holder": dict(mine),
+        "over": "",
+        "force": force,
+        "closed": "" if reason else shut,
+        "reason": reason if shut else "",
+    }
+
+
+def through(ask: Callable[[Wanted], dict[str, Any]], lock: Wanted) -> dict[str, Any]:
+    """What a node answered that had to be held first. When a run of this machine that is gone holds it, that is taken
+    over; any other refusal is a failure with words for the operator, marked as one of the lock."""
+    answer = ask(lock)
+    held = answer.pop(HELD, {})
+    if held.get("how") == "refused" and is_gone(held["other"], socket.gethostname()):
+        answer = ask({**lock, "over": held["other"]["token"]})
+        held = answer.pop(HELD, {})
+    why = {"refused": refusal(held.get("other") or {}), "closed": lock["closed"]}.get(
+        str(held.get("how")), ""
+    )
+    if why:
+        return {"failed": True, "changed": False, "msg": why, MARK: True}
+    said = notes(held, "" if held.get("how") == "renewed" else lock["reason"])
+    return {**answer, "bringup_notes": [*said, *(answer.get("bringup_notes") or ())]} if said else answer
 
 
 def is_gone(holder: Mapping[str, Any], machine: str) -> bool:

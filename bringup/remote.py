@@ -215,8 +215,11 @@ def once(host: Host, command: str, *, stdin: str = "", limit_s: float = COMMAND_
     """A shell command on the node, asked by OpenSSH. Raises HostUnreachable when the node cannot be reached."""
     if host.local:
         return _run_local(command, stdin, limit_s, None)
-    CONTROL_FOLDER.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
-    argv = [*ssh_argv(host, SHARED), "--", command]
+    folder = CONTROL_FOLDER.expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Ansible goes by HOME, and ssh, for `~`, by the user's entry.
+    shared = [option.replace(str(CONTROL_FOLDER), str(folder)) for option in SHARED]
+    argv = [*ssh_argv(host, shared), "--", command]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(stdin.encode(), timeout=limit_s)

@@ -266,6 +266,16 @@ def told(role: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"role {role} is not sealed and will be played again: {line(rows[0])}{more}"
 
 
+def for_node(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node is told to seal: `seals` (role -> digest of what went in) and `played`. `wanted`: of `of_run`."""
+    return {"seals": wanted.get("inputs", {}), "played": wanted.get("played", [])}
+
+
+def notes_of(answer: Mapping[str, Any]) -> list[str]:
+    """What to say of a node's answer to that: a line a role that is not sealed."""
+    return [told(role, rows) for role, rows in (answer.get("unsealed") or {}).items()]
+
+
 def notes(verdicts: Iterable[Verdict], due: Mapping[str, Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
     """What to say of what was not as it was left: a line a role, and one for a node that could not be asked."""
     found = []

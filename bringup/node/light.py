@@ -30,6 +30,11 @@ BASIC = "ansible.module_utils.basic"
 MARK = "bringup-answer: "
 """Begins the line of the answer; what comes before it is somebody else's."""
 
+HELD = "bringup_held"
+"""Field of an answer: how the node came to be held for the run, and the other run that holds or held it."""
+
+NOT_HELD = ("refused", "closed")
+
 HIDDEN = "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"
 YES = ("y", "yes", "on", "1", "true", "t", "1.0")
 NO = ("n", "no", "off", "0", "false", "f", "0.0")
@@ -158,6 +163,7 @@ class AnsibleModule:
     """The part of Ansible's class of this name that modules of ours use. `request`: what the controller asks."""
 
     request: Mapping[str, Any] = {}
+    held: Mapping[str, Any] = {}
 
     def __init__(
         self, argument_spec: Mapping[str, Mapping[str, Any]], supports_check_mode: bool = False
@@ -195,8 +201,8 @@ class AnsibleModule:
 
 
 def say(result: Mapping[str, Any]) -> None:
-    """The answer, on a line of its own."""
-    sys.stdout.write(f"\n{MARK}{json.dumps(result, default=str)}\n")
+    """The answer, on a line of its own, with how the node came to be held when that was asked for too."""
+    sys.stdout.write(f"\n{MARK}{json.dumps({**result, **AnsibleModule.held}, default=str)}\n")
     sys.stdout.flush()
 
 
@@ -252,6 +258,14 @@ def run(
     provide(texts, lambda part, path: compiled(texts[part], path, digests[part]))
     part = f"modules/{name}"
     try:
+        if request.get("lock"):
+            from ansible.module_utils.bringup_node import nodelock
+
+            how = nodelock.take(request["lock"])
+            AnsibleModule.held = {HELD: how}
+            if how["how"] in NOT_HELD:
+                say({"failed": True, "changed": False, "msg": "the node is not held for this run"})
+                raise SystemExit(1)
         exec(compiled(texts[part], f"/bringup/{part}.py", digests[part]), {"__name__": "__main__"})  # noqa: S102
     except Exception as error:
         import traceback

@@ -79,6 +79,15 @@ def hold(
     return Taken(True, how, {} if how in ("free", "renewed") else before)
 
 
+def take(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """How a node comes to be held: `how` (see `Taken`, or `closed`) and the `other` run. `asked`: holder, over, force,
+    and `closed`: why nothing may be changed now on a node that this run does not hold yet."""
+    if asked["closed"] and read(LOCK).get("token") != asked["holder"]["token"]:
+        return {"how": "closed", "other": {}}
+    taken = hold(asked["holder"], over=asked["over"], force=asked["force"])
+    return {"how": taken.how, "other": dict(taken.holder)}
+
+
 def _how(before: Mapping[str, Any], mine: Mapping[str, Any], over: str, force: bool, at: float) -> str:
     if not before:
         return "free"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,8 @@ from bringup.carrying import Carried  # noqa: E402
 
 
 class ActionModule(Carried, ActionBase):
-    """`node_lock: {state: held}` as the first task of a play, `{state: released}` as its last."""
+    """`node_lock: {state: held}` as the first task of a play, `{state: released}` as its last, and `{state: failed}`
+    where a play rescues a node: it is given back without seals, and stays failed."""
 
     _supports_check_mode = True
 
@@ -29,41 +27,31 @@ class ActionModule(Carried, ActionBase):
         """The lock's state. Fails, with words for the operator, when the node may not be changed now."""
         result: dict[str, Any] = super().run(tmp, task_vars)
         known = task_vars or {}
+        state = str(self._task.args.get("state"))
+        failed = {"failed": True, "msg": "This node failed, and is given back.", holding.GIVEN_BACK: True}
         if self._task.check_mode:
-            return {**result, "changed": False, "held": False}
+            return {**result, "changed": False, "held": False, **(failed if state == "failed" else {})}
         # Workers are children of ansible-playbook: its life is the run's.
         mine = holding.identity(os.getppid(), str(self._task.get_path() or ""))
-        if self._task.args.get("state") != "held":
-            return {**result, **self._released(mine, known)}
-        windows, reason = known.get("node_change_windows") or (), str(known.get("run_outside_window") or "")
-        closed = holding.closed(windows, datetime.now(UTC))
-        if closed and not reason:
-            return {**result, "failed": True, "msg": closed}
-        force = str(known.get("run_force_unlock", "")).lower() in ("true", "yes", "1")
-        answer = self._module(mine, known, force=force)
-        if answer.get("how") == "refused" and holding.is_gone(answer["other"], socket.gethostname()):
-            answer = self._module(mine, known, over=answer["other"]["token"])
-        if answer.get("failed"):
-            return {**result, **answer}
-        if answer.get("how") == "refused":
-            return {**result, "failed": True, "msg": holding.refusal(answer["other"])}
-        notes = holding.notes(answer, reason if closed else "")
-        return {**result, **answer, "bringup_notes": notes}
+        if state == "held":
+            lock = holding.wanted(known, mine)
+            return {**result, **holding.through(lambda wanted: self._module({**wanted}, known), lock)}
+        if state == "failed":
+            self._module({"state": "released", "holder": mine}, known)
+            return {**result, **failed}
+        return {**result, **self._released(mine, known)}
 
-    def _released(self, mine: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    def _released(self, mine: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """Gives the node back, and seals what was played on it unless it failed on the way."""
         host = str(known.get("inventory_hostname"))
         failed = host not in known.get("ansible_play_hosts", ()) or "ansible_failed_result" in known
         wanted = {} if failed else seal.of_run(os.environ.get("BRINGUP_RUN_ID", "")).get(host, {})
-        seals, played = wanted.get("inputs", {}), wanted.get("played", [])
-        answer = self._module(mine, known, seals=seals, played=played)
-        notes = [seal.told(role, rows) for role, rows in (answer.get("unsealed") or {}).items()]
-        return {**answer, "bringup_notes": notes}
+        answer = self._module({"holder": mine, **seal.for_node(wanted)}, known)
+        return {**answer, "bringup_notes": seal.notes_of(answer)}
 
-    def _module(self, mine: Mapping[str, Any], known: dict[str, Any], **more: Any) -> dict[str, Any]:
-        arguments = {**self._task.args, "holder": dict(mine), **more}
+    def _module(self, more: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._execute_module(
-            module_name="node_lock", module_args=arguments, task_vars=known
+            module_name="node_lock", module_args={**self._task.args, **more}, task_vars=known
         )
         answer.pop("invocation", None)
         return answer

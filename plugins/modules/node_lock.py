@@ -20,6 +20,14 @@ options:
     type: str
     choices: [held, released]
     required: true
+  closed:
+    description: Why nothing may be changed now on a node that this run does not hold yet. The action fills it.
+    type: str
+    default: ""
+  reason:
+    description: Why the change cannot wait, for the record. The action fills it.
+    type: str
+    default: ""
   stamp:
     description: Whether giving back also writes down on the node that the run has been here.
     type: bool
@@ -50,15 +58,11 @@ author: bringup
 
 RETURN = r"""
 held:
-  description: Whether the node is this run's now.
-  returned: success
+  description: Whether the node is this run's still.
+  returned: state is released
   type: bool
-how:
-  description: How the lock came to this run.
-  returned: state is held
-  type: str
-other:
-  description: The other run that holds it, or held it until now.
+bringup_held:
+  description: How the lock came to this run, and the other run that holds it, or held it until now.
   returned: state is held
   type: dict
 sealed:
@@ -84,6 +88,8 @@ def main() -> None:
         argument_spec={
             "state": {"type": "str", "choices": ["held", "released"], "required": True},
             "stamp": {"type": "bool", "default": True},
+            "closed": {"type": "str", "default": ""},
+            "reason": {"type": "str", "default": ""},
             "holder": {"type": "dict", "default": {}},
             "over": {"type": "str", "default": ""},
             "force": {"type": "bool", "default": False},
@@ -98,8 +104,7 @@ def main() -> None:
         module.fail_json(msg="holder has no token: call it through the action of the same name")
     try:
         if given["state"] == "held":
-            taken = nodelock.hold(holder, over=given["over"], force=given["force"])
-            module.exit_json(changed=False, held=taken.held, how=taken.how, other=dict(taken.holder))
+            module.exit_json(changed=False, bringup_held=nodelock.take(given))
         if nodelock.read(nodelock.LOCK).get("token") != holder["token"]:
             module.exit_json(changed=False, held=False, sealed=[], unsealed={})
         # Before the node is given back: the next run goes by it.

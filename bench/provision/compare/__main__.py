@@ -101,8 +101,8 @@ class Bench:
         )
 
     def settle(self, field: Field, name: str) -> None:
-        """Brings everything about, not measured, where no first run is wanted: by the script, and for ours, which goes by
-        what its own runs left, by itself."""
+        """Brings everything about, not measured, where no first run is wanted: by the script, and by ours itself, which
+        goes by what its own runs left."""
         one = field.contender(name if name == "bringup" else "floor")
         words = ["nsenter", f"--net=/var/run/netns/{CONTROLLER}", *one.words]
         subprocess.run(

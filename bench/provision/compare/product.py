@@ -173,12 +173,15 @@ def _play(play: dict[str, Any]) -> dict[str, Any]:
                 rows += [_brings(row, name) for name in ROLES]
             elif role is None or role in KEPT or "include_role" in json.dumps(row):
                 rows.append(row)
-        for row in task.get("always", ()):
-            # What is done at the end of any of the roles is done at the end of ours.
+        for row in task.get("rescue", ()):
+            # What is done when any of the roles fails is done when ours do.
             if PLACE in row.get("tags", ()):
                 row["tags"] = [*row["tags"], *ROLES]
+        for row in rows:
+            # There are no servers, so nothing of them is kept.
+            row.get("vars", {}).pop("run_stamp_kept", None)
         if "block" in task:
-            task["block"] = [row for row in rows if "node_snapshot" not in row] or [
+            task["block"] = rows or [
                 {"name": "Nothing of this is in the comparison", "ansible.builtin.meta": "noop"}
             ]
     return play
