@@ -215,7 +215,7 @@ def once(host: Host, command: str, *, stdin: str = "", limit_s: float = COMMAND_
     """A shell command on the node, asked by OpenSSH. Raises HostUnreachable when the node cannot be reached."""
     if host.local:
         return _run_local(command, stdin, limit_s, None)
-    folder = CONTROL_FOLDER.expanduser()
+    folder = Path(os.environ.get("ANSIBLE_SSH_CONTROL_PATH_DIR") or CONTROL_FOLDER).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Ansible goes by HOME, and ssh, for `~`, by the user's entry.
     shared = [option.replace(str(CONTROL_FOLDER), str(folder)) for option in SHARED]
