@@ -170,7 +170,10 @@ def _unreached(host: str, service: str, why: str) -> dict[str, Any]:
 
 
 def _look(host: Host, request: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    ran = remote.once(host, AS_ROOT.format("python3 -I -"), stdin=script(request), limit_s=limit_s)
+    quick = request["what"] == "ask"
+    ran = remote.once(
+        host, AS_ROOT.format("python3 -I -"), stdin=script(request), limit_s=limit_s, quick=quick
+    )
     try:
         rows: list[dict[str, Any]] = json.loads(ran.out)["services"]
     except (ValueError, KeyError, TypeError):

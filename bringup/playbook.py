@@ -316,7 +316,8 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Known, seen: progress.
         seal.write_run(record.folder, wanted, wanted)
         return Left(_narrowed(job, wanted, {}, idle))
     with progress.waiting("looking at the seals of the nodes", seen):
-        verdicts = sealcheck.verdicts(plan.reach(names))
+        # Where the plan is another, most likely something is played: then Ansible has these connections already.
+        verdicts = sealcheck.verdicts(plan.reach(names), quick=not plan.is_new)
     due = seal.due(verdicts, wanted)
     seal.write_run(record.folder, wanted, due)
     sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}

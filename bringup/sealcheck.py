@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bringup import fleet, known, looking, remote, seal
@@ -25,18 +26,19 @@ def inputs(plan: Known, extra: Mapping[str, Any]) -> Mapping[str, Mapping[str, s
     return seal.inputs(plan.variables, hosts, plan.folder, extra)
 
 
-def verdicts(hosts: Sequence[fleet.Host]) -> list[Verdict]:
-    """What each of the hosts says of its seals; one that cannot be asked says why."""
-    answers = fleet.each(hosts, _verdict)
+def verdicts(hosts: Sequence[fleet.Host], *, quick: bool = True) -> list[Verdict]:
+    """What each of the hosts says of its seals; one that cannot be asked says why. `quick`: see `remote.once`."""
+    answers = fleet.each(hosts, partial(_verdict, quick=quick))
     return [
         answer if isinstance(answer, Verdict) else Verdict(host.name, why=_why(answer))
         for host, answer in zip(hosts, answers, strict=True)
     ]
 
 
-def _verdict(host: fleet.Host) -> Verdict:
+def _verdict(host: fleet.Host, quick: bool) -> Verdict:
     program = looking.script({}, ("seal",))
-    ran = remote.once(host, looking.AS_ROOT.format("python3 -I -S -"), stdin=program, limit_s=LOOK_LIMIT_S)
+    command = looking.AS_ROOT.format("python3 -I -S -")
+    ran = remote.once(host, command, stdin=program, limit_s=LOOK_LIMIT_S, quick=quick)
     try:
         found = json.loads(ran.out)
         return Verdict(host.name, held=bool(found["held"]), seals=found["seals"])

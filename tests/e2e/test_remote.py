@@ -23,6 +23,10 @@ def test_a_question_is_asked_over_a_connection_that_the_next_one_uses(node: Host
     first = remote.once(node, "cat; echo to the side >&2; echo $PPID; exit 3", stdin="told\n")
     assert (first.code, first.out.splitlines()[0], first.err) == (3, "told", "to the side\n")
     assert remote.once(node, "echo $PPID").out.split() == first.out.split()[1:]
+    # A quick one is not that of Ansible.
+    quick = remote.once(node, "echo $PPID", quick=True).out
+    assert quick != first.out.splitlines()[1]
+    assert remote.once(node, "echo $PPID", quick=True).out == quick
     assert remote.once(node, "sleep 20", limit_s=0.5).code == 124
 
 
@@ -30,8 +34,7 @@ def test_why_a_host_cannot_be_asked_is_said_in_words(
     node: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a connection that is open already."""
-    alone = [one for one in remote.SHARED if not one.startswith("Control")]
-    monkeypatch.setattr(remote, "SHARED", (*alone, "ControlPath=none"))
+    monkeypatch.setattr(remote, "ASKING", ("ControlPath=none", *remote.ASKING))
     for name in ("key", "server"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
         subprocess.run(words, check=True, timeout=60)

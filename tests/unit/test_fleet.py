@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ansible.plugins.connection.ssh import Connection
 
 from bringup import ROOT, fleet, looking, remote
 from bringup.errors import Exit, UsageError
@@ -223,7 +224,11 @@ def test_log_lines_come_whole_with_where_they_are_from() -> None:
 
 
 def test_connections_that_a_look_opens_are_those_that_ansible_looks_for() -> None:
-    """The same path, and the same words of how long they stay."""
+    """By the same name, in the same folder, and as long."""
+    for address, port, user in (("10.0.0.1", None, "root"), ("fe80::1", 2222, "sre"), ("h20-01", None, None)):
+        theirs = Connection._create_control_path(address, port, user)
+        host = Host("any", address, port or remote.SSH_PORT, user)
+        assert theirs == f"%(directory)s/{remote.control_name(host)}"
     done = subprocess.run(
         [str(Path(sys.executable).parent / "ansible-config"), "dump", "-t", "connection"],
         cwd=ROOT,
@@ -234,6 +239,5 @@ def test_connections_that_a_look_opens_are_those_that_ansible_looks_for() -> Non
         timeout=60,
     )
     said = dict(re.findall(r"^(control_path|control_path_dir|ssh_args)\(.*?\) = (.*)$", done.stdout, re.M))
-    path = said["control_path"] % {"directory": said["control_path_dir"]}
-    assert f"ControlPath={path}" in remote.SHARED
-    assert set(shlex.split(said["ssh_args"])) - {"-o"} <= set(remote.SHARED)
+    assert (said["control_path"], said["control_path_dir"]) == ("None", str(remote.CONTROL_FOLDER))
+    assert set(shlex.split(said["ssh_args"])) - {"-o"} <= {*remote.ASKING, *remote.SHARED}
