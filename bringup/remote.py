@@ -221,8 +221,8 @@ ENDS: Sequence[tuple[str, Callable[[Host], str]]] = (
 def once(
     host: Host, command: str, *, stdin: str = "", limit_s: float = COMMAND_LIMIT_S, quick: bool = False
 ) -> Ran:
-    """A shell command on the node, asked by OpenSSH. `quick`: over a connection that Ansible does not use after it, whose
-    keys are exchanged as fast as can be. Raises HostUnreachable when the node cannot be reached."""
+    """A shell command on the node, asked by OpenSSH. `quick`: over a connection that Ansible does not use after it,
+    whose keys are exchanged as fast as can be. Raises HostUnreachable when the node cannot be reached."""
     if host.local:
         return _run_local(command, stdin, limit_s, None)
     folder = CONTROL_FOLDER.expanduser()

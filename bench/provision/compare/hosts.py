@@ -29,8 +29,8 @@ CONTROLLER, NODES = "compare-ctl", "compare-nodes"
 NETS = {"fast": "10.79", "slow": "10.80"}
 MOST = 200
 KEX = "curve25519-sha256"
-"""How all contenders exchange keys: the library of one knows nothing else, and what OpenSSH 9.2 prefers costs its client
-53 ms more a connection."""
+"""How all contenders exchange keys: the library of one knows nothing else, and what OpenSSH 9.2 prefers costs its
+client 53 ms more a connection."""
 
 ALIKE = f"-o KexAlgorithms={KEX}"
 WEIGHT_BYTES = 1024 * 1024
