@@ -53,7 +53,8 @@ After = Callable[[Known, events.Outcome, str], tuple[Mapping[str, Any], ...]]
 @dataclass(frozen=True)
 class Job:
     """What ansible-playbook is asked to do; paths are absolute. `trusting`: what a node finds as it was left by an
-    earlier run is not played again. `plan`: what the inventory plugin need not work out again.
+    earlier run is not played again. `plan`: what the inventory plugin need not work out again. `narrow`: leave out of
+    the playbook what the tags leave out of it.
     """
 
     playbook: Path
@@ -66,6 +67,7 @@ class Job:
     forks: int | None = None
     trusting: bool = False
     plan: Known | None = None
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,7 +358,8 @@ def _narrowed(
             spared.setdefault(role, []).append(host)
     limit = job.limit if len(hosts) == len(due) else ",".join(hosts)
     tags = ",".join(played or ("lock",)) if spared else job.tags
-    return dataclasses.replace(job, limit=limit, tags=tags, extra={**job.extra, "provision_sealed": spared})
+    extra = {**job.extra, "provision_sealed": spared}
+    return dataclasses.replace(job, limit=limit, tags=tags, extra=extra, narrow=bool(spared))
 
 
 def with_sealed(outcome: events.Outcome, left: Left) -> events.Outcome:
@@ -581,7 +584,7 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
     runner = interface.init_runner(
         private_data_dir=str(private),
         project_dir=str(ROOT),
-        playbook=str(job.playbook),
+        playbook=str(_written(job, private)),
         inventory=str(job.inventory),
         limit=job.limit,
         tags=job.tags,
@@ -600,6 +603,19 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
     )
     runner.config.command = [sys.executable, "-m", "bringup.leash", *runner.config.command]
     return runner
+
+
+def _written(job: Job, private: Path) -> Path:
+    """The playbook that Ansible is given."""
+    if not (job.narrow and job.tags):
+        return job.playbook
+    from bringup import narrowing, yamlfile
+
+    plays = yamlfile.read_yaml(job.playbook)
+    path = private / job.playbook.name
+    # JSON is YAML, and its writer is quick.
+    runs.write_private(path, json.dumps(narrowing.narrowed(plays, job.tags.split(","))))
+    return path
 
 
 def _environment(run_id: str) -> dict[str, str]:
