@@ -13,7 +13,13 @@ class Entry(BaseModel):
     """Base of every catalog model: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=False,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        # Most models stand in others, which build them again: only those that are used by themselves are built.
+        defer_build=True,
     )
 
 

@@ -1,22 +1,38 @@
-"""`python -m bringup.leash ansible-playbook ARGUMENTS...`: Ansible, as a process that ends when the one who started it
-dies.
+"""`python -m bringup.leash FILE`: Ansible, as a process that ends when the one who started it dies.
 
-Without it, Ansible would go on by itself after its controller was killed, on nodes that nobody holds a lock for any
-more (Linux only: prctl). Ansible forks for every task and host: it runs here, in this interpreter, with what it has
-imported set aside from the collector of garbage, which would otherwise touch, and so copy, all of it in every fork.
+Without that, Ansible would go on by itself after its controller was killed, on nodes that nobody holds a lock for any
+more (Linux only: prctl). FILE is where it is told its command line, as JSON, once that is known: it imports all that
+it needs before. Nothing to play: it ends.
+
+Ansible forks for every task and host. It runs here, in this interpreter, with what it has imported set aside from the
+collector of garbage, which would otherwise touch, and so copy, all of it in every fork.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
+import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+TOLD = "told.json"
 PR_SET_PDEATHSIG = 1
 COLLECT_EVERY = 50_000
 """New objects between two looks for garbage; Python's own 700 are for small programs."""
+
+LOOK_EVERY_S = 0.005
+TOLD_LIMIT_S = 3600.0
+"""For looking at all nodes; each of them has its own, shorter limit."""
+
+KEPT = Path(__file__).resolve().parent.parent / ".cache" / "collections"
 
 
 def hold() -> None:
@@ -28,16 +44,53 @@ def hold() -> None:
             raise SystemExit(1)  # it died before the kernel knew
 
 
+def remember() -> None:
+    """Keeps what Ansible reads of its own list of where modules have moved to (370 kB of YAML at every start), by the
+    content; its reader may be replaced for that."""
+    from ansible.utils.collection_loader import _collection_finder as finder
+
+    read = finder._meta_yml_to_dict
+
+    def kept(data: bytes | str, content_id: object) -> Mapping[str, Any]:
+        raw = data if isinstance(data, bytes) else data.encode()
+        path = KEPT / f"{hashlib.sha256(raw).hexdigest()[:40]}.json"
+        try:
+            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = read(data, content_id)
+            with suppress(OSError):
+                KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
+                beside = path.with_name(f".{path.name}.{os.getpid()}")
+                beside.write_text(json.dumps(found), encoding="utf-8")
+                beside.replace(path)
+        return found
+
+    finder._meta_yml_to_dict = kept
+
+
+def told(path: Path) -> list[str]:
+    """The command line, once it is there."""
+    begun = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - begun > TOLD_LIMIT_S:
+            raise SystemExit(f"nothing to play was told within {TOLD_LIMIT_S:g} s")
+        time.sleep(LOOK_EVERY_S)
+    return list(json.loads(path.read_text(encoding="utf-8")))
+
+
 def main(words: list[str]) -> None:
-    """Runs `ansible-playbook` with its arguments."""
+    """Imports Ansible, waits for its command line, and runs it."""
     hold()
     from ansible.cli.playbook import PlaybookCLI
 
+    remember()
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
-    sys.argv = words
-    PlaybookCLI.cli_executor(words)
+    argv = told(Path(words[0]))
+    if argv:
+        sys.argv = argv
+        PlaybookCLI.cli_executor(argv)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import queue
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, fleet, handed, known, lock, progress, redact, runs, seal
+from bringup import ROOT, events, fleet, handed, known, leash, lock, progress, redact, runs, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.known import Known
@@ -172,8 +171,9 @@ def _recorded(
     outcome, code, more = events.Outcome(), Exit.INTERNAL, dict[str, Any]()
     try:
         prepare(plan, job, seen)
-        left = look_at_seals(record, job, plan, seen)
-        played = play(left.job, record.folder, seen, caught) if left.job else NOTHING_PLAYED
+        with ahead(job, record.folder) as begun:
+            left = look_at_seals(record, job, plan, seen)
+            played = play(left.job, record.folder, seen, caught, begun) if left.job else NOTHING_PLAYED
         outcome = with_sealed(played.outcome, left)
         code = code_of(played, check=job.check) if left.job else Exit.DONE
         if code is Exit.INTERNAL and not outcome.errors:
@@ -374,11 +374,23 @@ def with_sealed(outcome: events.Outcome, left: Left) -> events.Outcome:
     return dataclasses.replace(outcome, hosts={**outcome.hosts, **hosts}, notes=notes)
 
 
-def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None = None) -> Played:
-    """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its
-    processes.
-    """
-    caught = caught or Caught()
+@dataclass(frozen=True)
+class Begun:
+    """An Ansible that has been started and waits to be told what to play (`bringup/leash.py`)."""
+
+    folder: Path
+    private: Path
+    runner: Any
+    thread: threading.Thread
+    inbox: queue.SimpleQueue[Mapping[str, Any]]
+
+    def told(self, argv: Sequence[str]) -> None:
+        """Plays; with nothing to play it ends."""
+        runs.write_private(self.private / leash.TOLD, json.dumps(list(argv)))
+
+
+def begin(job: Job, folder: Path) -> Begun:
+    """Starts Ansible for a job whose limit and roles are not known yet; it imports all that it needs meanwhile."""
     inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
     private = folder / "runner"
     runner = _runner(job, private, inbox, run_id=folder.name)
@@ -390,11 +402,45 @@ def play(job: Job, folder: Path, seen: progress.Progress, caught: Caught | None 
             inbox.put({"event": "error", "stdout": f"ERROR: ansible-runner: {error!r}"})
 
     thread = threading.Thread(target=work, name="ansible-runner", daemon=True)
+    thread.start()
+    return Begun(folder, private, runner, thread, inbox)
+
+
+@contextmanager
+def ahead(job: Job, folder: Path) -> Iterator[Begun | None]:
+    """An Ansible that starts while something else is waited for, where it will be needed, most likely; it ends with the
+    body when that has told it nothing."""
+    if job.trusting and job.plan is not None and not job.plan.is_new:
+        yield None
+        return
+    begun = begin(job, folder)
+    try:
+        yield begun
+    finally:
+        if begun.private.is_dir() and not (begun.private / leash.TOLD).exists():
+            begun.told(())
+            begun.thread.join(JOIN_LIMIT_S)
+            shutil.rmtree(begun.private, ignore_errors=True)
+
+
+def play(
+    job: Job,
+    folder: Path,
+    seen: progress.Progress,
+    caught: Caught | None = None,
+    begun: Begun | None = None,
+) -> Played:
+    """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its
+    processes. `begun`: an Ansible that has been started for it.
+    """
+    caught = caught or Caught()
+    begun = begun or begin(job, folder)
+    runner, thread, inbox, private = begun.runner, begun.thread, begun.inbox, begun.private
+    begun.told(_argv(job, private))
     tally = events.Tally()
     output: list[str] = []
     stop = _Stop(caught)
     caught.counting = True
-    thread.start()
     descriptor = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     # Line by line: what a controller had seen before it was killed is what a resumed run goes by.
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
@@ -569,13 +615,6 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
     def never() -> bool:
         return False
 
-    arguments = ["--diff"]
-    if job.check:
-        arguments.append("--check")
-    if job.extra:
-        extra = private / "extra.json"
-        runs.write_private(extra, json.dumps(dict(job.extra)))
-        arguments += ["-e", f"@{extra}"]
     environment = _environment(run_id)
     if job.plan is not None:
         handed_file = private / "variables.json"
@@ -584,13 +623,8 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
     runner = interface.init_runner(
         private_data_dir=str(private),
         project_dir=str(ROOT),
-        playbook=str(_written(job, private)),
+        playbook=str(job.playbook),
         inventory=str(job.inventory),
-        limit=job.limit,
-        tags=job.tags,
-        skip_tags=job.skip_tags,
-        forks=job.forks,
-        cmdline=shlex.join(arguments),
         envvars=environment,
         settings={"suppress_output_file": True, "suppress_ansible_output": True, "pexpect_timeout": 1},
         suppress_env_files=True,
@@ -601,8 +635,22 @@ def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]]
         status_handler=status,
         cancel_callback=never,
     )
-    runner.config.command = [sys.executable, "-m", "bringup.leash", *runner.config.command]
+    runner.config.command = [sys.executable, "-m", "bringup.leash", str(private / leash.TOLD)]
     return runner
+
+
+def _argv(job: Job, private: Path) -> list[str]:
+    """Ansible's command line; what may be secret goes into files of the run's own."""
+    given = {"--limit": job.limit, "--tags": job.tags, "--skip-tags": job.skip_tags, "--forks": job.forks}
+    argv = ["ansible-playbook", "--diff", "-i", str(job.inventory)]
+    argv += [word for option, value in given.items() if value for word in (option, str(value))]
+    if job.check:
+        argv.append("--check")
+    if job.extra:
+        extra = private / "extra.json"
+        runs.write_private(extra, json.dumps(dict(job.extra)))
+        argv += ["-e", f"@{extra}"]
+    return [*argv, str(_written(job, private))]
 
 
 def _written(job: Job, private: Path) -> Path:

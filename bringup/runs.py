@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -356,8 +357,10 @@ def came_from() -> str:
     return f"{socket.gethostname()} (from {client})" if client else socket.gethostname()
 
 
+@cache
 def commit() -> str:
-    """The checkout's commit, `+changes` when files differ from it; "" outside of a checkout."""
+    """The checkout's commit when this command first asked, `+changes` when files differ from it; "" outside of a
+    checkout."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
         return ""
@@ -382,13 +385,20 @@ def versions() -> dict[str, str]:
     """Versions of what makes the run."""
     from importlib.metadata import PackageNotFoundError, version
 
-    result = {"bringup": __version__, "python": platform.python_version(), "system": platform.platform()}
+    # `platform.platform` starts a program to ask for the processor.
+    result = {"bringup": __version__, "python": platform.python_version(), "system": system()}
     for package in ("ansible", "ansible-core", "ansible-runner"):
         try:
             result[package] = version(package)
         except PackageNotFoundError:
             result[package] = "missing"
     return result
+
+
+def system() -> str:
+    """Kernel, its release and machine: `Linux-6.1.0-x86_64`."""
+    about = os.uname()
+    return f"{about.sysname}-{about.release}-{about.machine}"
 
 
 def pid_alive(pid: int) -> bool:
