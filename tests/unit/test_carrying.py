@@ -186,3 +186,32 @@ def test_code_is_kept_by_its_digest_and_never_in_a_folder_that_others_may_write(
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     assert _kept(open_to_all, "print('fourth')") == ["fourth", "[]"]
+
+
+def test_a_lean_text_keeps_its_lines_and_all_that_is_evaluated() -> None:
+    text = (
+        "from __future__ import annotations\nfrom collections.abc import Callable, Mapping\nfrom typing import (\n"
+        "    Any,\n)\nfrom typing import NamedTuple\n\n\ndef f(x: Any) -> Mapping[str, Any]:\n    y: Any = x\n    return y\n\n\n"
+        "class One(NamedTuple):\n    a: int\n\n\nKINDS = {'a': Callable[[int], int]}\n"
+    )
+    found = carrying.lean(text)
+    assert found.count("\n") == text.count("\n")
+    assert "from typing import (" not in found
+    assert "from collections.abc import Callable, Mapping" in found
+    assert "from typing import NamedTuple" in found
+    exec(compile(found, "found", "exec"), {})  # noqa: S102 (our own)
+    without = text.replace("from __future__ import annotations", "")
+    assert carrying.lean(without) == without
+
+
+def test_what_is_imported_later_is_the_real_thing() -> None:
+    program = (
+        f"exec(open({light.__file__!r}).read())\nprovide({{}}, None)\nimport inspect, dataclasses\n"
+        "before = type(inspect).__name__\nassert inspect.signature(print)\n"
+        "import inspect as again\nassert again.signature is inspect.signature\n"
+        "print(before, type(again).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["Later", "module"]
