@@ -52,9 +52,11 @@ LEASE_POLL_S = 2.0
 MARGIN_S = 60.0
 VERIFY_TIMEOUT_S = 60.0
 HISTORY_LINES = 200
+MADE_UP_S = 2.0
 WEEK_S = 7 * 24 * 3600.0
 HOURS_POLL_S = 30.0
-BY_ITSELF = ("schedule", drift.REASON)
+SCHEDULE = "schedule"
+BY_ITSELF = (SCHEDULE, drift.REASON)
 """Reasons of restarts that nobody asks for by hand; these keep to the hours."""
 
 UNANSWERED_LIMIT_S = 60.0
@@ -350,6 +352,34 @@ def state_of(service: Mapping[str, Any], reason: str) -> str:
     return state
 
 
+def is_made_up(timer: Mapping[str, str], unit: Mapping[str, str]) -> bool:
+    """Has the timer started the unit as soon as it was itself started? From the moments that systemd shows of both.
+
+    Then it is for a time that came up before: systemd (252) counts a timer's next time from its former start, so that
+    one which is stopped and started is due at once, whatever its `Persistent=` says.
+    """
+    shown = timer.get("ActiveEnterTimestamp"), timer.get("LastTriggerUSec"), unit.get("InactiveExitTimestamp")
+    began, fired, started = (_moment(text or "") for text in shown)
+    if began is None or fired is None or started is None:
+        return False
+    return (fired - began).total_seconds() <= MADE_UP_S and abs(started - fired).total_seconds() <= MADE_UP_S
+
+
+def _moment(text: str) -> datetime | None:
+    """A moment as systemd prints it (`Mon 2026-11-30 18:36:46 UTC`), without its zone; None for none."""
+    try:
+        return datetime.strptime(" ".join(text.split()[1:3]), "%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return None
+
+
+def made_up(name: str) -> bool:
+    """Is this the restart that a schedule brings when it is started, and not at its time?"""
+    unit = f"bringup-restart-{name}"
+    timer = common.unit_state(f"{unit}.timer", ("ActiveEnterTimestamp", "LastTriggerUSec"))
+    return is_made_up(timer, common.unit_state(f"{unit}.service", ("InactiveExitTimestamp",)))
+
+
 def restart(service: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The whole restart; its record (outcome "done" or "failed"). Raises Refusal when nothing was done."""
     key, began, waiting = common.key_of(service), time.monotonic(), Waiting(str(service["name"]))
@@ -435,6 +465,11 @@ def run(options: argparse.Namespace) -> int:
     record: dict[str, Any]
     service: dict[str, Any] = {}
     code = REFUSED
+    if options.reason == SCHEDULE and not options.drift and made_up(options.name):
+        say(
+            "not restarted: its schedule has just begun to run, and a time that came up before is not made up for"
+        )
+        return DONE
     try:
         service = common.load(options.name)
         if options.drift:
@@ -479,7 +514,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--wait-s", type=float, help="seconds to wait for another node's restart (default: postpone_s)"
     )
-    parser.add_argument("--reason", default="schedule")
+    parser.add_argument("--reason", default=SCHEDULE)
     parser.add_argument("--drift", action="store_true", help="the watchdog has asked for it, and says why")
     parser.add_argument("--json", action="store_true", help="print the record")
 

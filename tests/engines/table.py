@@ -447,13 +447,31 @@ def paused(made: Node) -> str:
     """Whoever stops the schedule stops the restart that waits, and that is no failure."""
     begin_to_wait(made)
     old = made.show("MainPID")
-    made.sh("systemctl stop bringup-restart-words.timer")
+    made.sh(f"systemctl stop {TIMER}")
     unit = "bringup-restart-words.service"
     made.until(lambda: made.show("ActiveState", unit) == "inactive", 10)
     last = made.restarts()[-1]
     good = made.show("MainPID") == old and last["outcome"] == "refused" and not made.sh(WAITS)
     return f"refused: {last['why']}" if good else f"not ended as it must be: {last}"
 
+
+def resumed(made: Node) -> str:
+    """What came up while the schedule was stopped is not made up for when it goes on."""
+    made.sh(f"systemctl stop {TIMER}")
+    up(made)
+    known, minute = made.restarts(), made.sh("date +%M")
+    made.until(lambda: made.sh("date +%M") != minute, 70)
+    made.sh(f"systemctl start {TIMER}")
+    time.sleep(RESUMED_S)
+    missed = (
+        made.show("ActiveState", "bringup-restart-words.service") != "inactive" or made.restarts() != known
+    )
+    return "left alone" if not missed else f"not left alone: {made.restarts()[-1:]}"
+
+
+TIMER = "bringup-restart-words.timer"
+RESUMED_S = 5
+"""Long enough for a restart to begin, and over before the next minute."""
 
 WAITS = "cat /run/bringup/restarting/words.json 2>/dev/null || true"
 ALWAYS = ["00:00-24:00"]
@@ -471,6 +489,12 @@ CASES: Mapping[str, Case] = {
         15,
         lambda made: refused(made, "true", "not within a week"),
         {"restart": {"calendar": "daily", "never": ALWAYS, "hours_wait_s": 60}},
+    ),
+    "well/resumed": Case(
+        "not restarted for a time that came while its schedule was stopped",
+        90,
+        resumed,
+        {"restart": {"calendar": "*-*-* *:*:00"}},
     ),
     "slow-start": Case("active only with a token", 25, slow_start),
     "wrong-name": Case(

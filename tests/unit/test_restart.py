@@ -449,7 +449,11 @@ def test_a_server_that_is_stopped_while_its_restart_waits_stays_stopped(
     node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = iter(["active", "inactive"])
-    monkeypatch.setattr(common, "unit_state", lambda unit, properties: {"ActiveState": next(states)})
+    monkeypatch.setattr(
+        common,
+        "unit_state",
+        lambda unit, properties: {"ActiveState": next(states)} if unit == "bringup-words.service" else {},
+    )
     assert restart.run(options(reason="schedule")) == restart.REFUSED
     assert "restart" not in node["log"]
 
@@ -473,6 +477,30 @@ def test_a_restart_that_is_told_to_end_while_it_waits_has_done_nothing_and_has_n
     assert not (node["folder"] / "waiting" / "words.json").exists()
     rows = (node["folder"] / "restarts" / "bringup-words.history.jsonl").read_text().splitlines()
     assert [json.loads(row)["why"] for row in rows] == ["it was told to end"]
+
+
+DAY = "Mon 2026-11-30"
+
+
+@pytest.mark.parametrize(
+    ("began", "fired", "started", "made_up"),
+    [
+        ("18:36:46", "18:36:46", "18:36:46", True),
+        ("18:36:46", "18:36:47", "18:36:47", True),
+        ("18:36:46", "18:37:00", "18:37:00", False),
+        ("18:36:46", "", "18:36:47", False),
+        ("18:36:46", "18:36:46", "18:37:30", False),
+        ("", "", "18:36:46", False),
+    ],
+    ids=["at once", "within a second", "at its time", "by hand", "by hand later", "no timer"],
+)
+def test_a_restart_that_comes_with_the_start_of_its_schedule_is_for_a_time_before(
+    began: str, fired: str, started: str, made_up: bool
+) -> None:
+    """As systemd 252 showed it of a timer that was stopped and started after it had come up once."""
+    shown = [f"{DAY} {clock} UTC" if clock else "" for clock in (began, fired, started)]
+    timer = {"ActiveEnterTimestamp": shown[0], "LastTriggerUSec": shown[1]}
+    assert restart.is_made_up(timer, {"InactiveExitTimestamp": shown[2]}) is made_up
 
 
 def test_status_says_that_the_last_restart_came_to_nothing_until_one_is_done(
