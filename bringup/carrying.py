@@ -14,7 +14,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from bringup.node import kept, light
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ROOT / "plugins" / "modules"
 NODE = Path(light.__file__).parent
+KEPT = ROOT / ".cache" / "programs"
 ALONG = "node_lock_along"
 """Variable of a play whose modules hold the node for the run themselves; its value is the playbook's name."""
 
@@ -43,7 +45,7 @@ PARTS = re.compile(r"^\s*from +\.(\w+) +import ", re.MULTILINE)
 
 @cache
 def program(name: str) -> str:
-    """The text of a module with all of its library, without what it is asked."""
+    """The text of a module with all of its library, without what it is asked; kept by what it is made of."""
     module = (MODULES / f"{name}.py").read_text(encoding="utf-8")
     texts: dict[str, str] = {}
     todo = _named(module) | {"nodelock"}
@@ -51,12 +53,34 @@ def program(name: str) -> str:
         part = todo.pop()
         texts[part] = (NODE / f"{part}.py").read_text(encoding="utf-8")
         todo |= _named(texts[part]) - set(texts)
-    parts = [
-        ("light", Path(light.__file__).read_text(encoding="utf-8")),
-        (f"modules/{name}", module),
-        *sorted(texts.items()),
-    ]
+    first = Path(light.__file__).read_text(encoding="utf-8")
+    parts = [("light", first), (f"modules/{name}", module), *sorted(texts.items())]
+    return _kept(
+        name, [_header(), *(f"{part}\0{text}" for part, text in parts)], lambda: _program(name, parts)
+    )
+
+
+def _program(name: str, parts: Iterable[tuple[str, str]]) -> str:
     return f"{bundle((part, lean(text)) for part, text in parts)}name = {name!r}\n{START}"
+
+
+def _kept(name: str, made_of: Iterable[str], make: Callable[[], str]) -> str:
+    """What `make` makes, read back while this file and what it is made of are the same."""
+    total = hashlib.sha256(Path(__file__).read_bytes())
+    for text in made_of:
+        total.update(text.encode())
+    path = KEPT / f"{name}-{total.hexdigest()[:40]}.py"
+    with suppress(OSError, ValueError):
+        return path.read_text(encoding="utf-8")
+    made = make()
+    with suppress(OSError):
+        KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(made, encoding="utf-8")
+        for old in KEPT.glob(f"{name}-*.py"):
+            old.unlink(missing_ok=True)
+        beside.replace(path)
+    return made
 
 
 START = """import types, sys

@@ -32,7 +32,7 @@ COLLECT_EVERY = 50_000
 """New objects between two looks for garbage; Python's own 700 are for small programs."""
 
 AHEAD = ("run_stamp", "node_parts", "node_facts", "node_files", "node_units", "engine_servers", "model_store")
-"""Modules of nearly every run, the most usual first."""
+"""Modules of nearly every run: their programs are ready before the first fork."""
 
 LOOK_EVERY_S = 0.005
 TOLD_LIMIT_S = 3600.0
@@ -75,17 +75,12 @@ def remember() -> None:
 
 
 def told(path: Path) -> list[str]:
-    """The command line, once it is there; until then programs of modules are made ready, which no fork does again."""
+    """The command line, once it is there."""
     begun = time.monotonic()
-    ahead = iter(AHEAD)
     while not path.exists():
         if time.monotonic() - begun > TOLD_LIMIT_S:
             raise SystemExit(f"nothing to play was told within {TOLD_LIMIT_S:g} s")
-        name = next(ahead, "")
-        if name:
-            carrying.program(name)
-        else:
-            time.sleep(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
     return list(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -95,6 +90,8 @@ def main(words: list[str]) -> None:
     from ansible.cli.playbook import PlaybookCLI
 
     remember()
+    for name in AHEAD:
+        carrying.program(name)
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)

@@ -191,7 +191,8 @@ def test_code_is_kept_by_its_digest_and_never_in_a_folder_that_others_may_write(
 def test_a_lean_text_keeps_its_lines_and_all_that_is_evaluated() -> None:
     text = (
         "from __future__ import annotations\nfrom collections.abc import Callable, Mapping\nfrom typing import (\n"
-        "    Any,\n)\nfrom typing import NamedTuple\n\n\ndef f(x: Any) -> Mapping[str, Any]:\n    y: Any = x\n    return y\n\n\n"
+        "    Any,\n)\nfrom typing import NamedTuple\n\n\n"
+        "def f(x: Any) -> Mapping[str, Any]:\n    y: Any = x\n    return y\n\n\n"
         "class One(NamedTuple):\n    a: int\n\n\nKINDS = {'a': Callable[[int], int]}\n"
     )
     found = carrying.lean(text)
@@ -215,3 +216,17 @@ def test_what_is_imported_later_is_the_real_thing() -> None:
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["Later", "module"]
+
+
+def test_a_program_that_is_read_back_is_the_one_that_would_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrying, "KEPT", tmp_path / "programs")
+    made = carrying.program.__wrapped__("run_stamp")
+    (path,) = carrying.KEPT.iterdir()
+    assert carrying.KEPT.stat().st_mode & 0o077 == 0
+    assert path.read_text() == made == carrying.program.__wrapped__("run_stamp")
+    # Of another library it is another.
+    monkeypatch.setattr(carrying, "_header", lambda: "# another\n")
+    assert carrying.program.__wrapped__("run_stamp") != made
+    assert len(list(carrying.KEPT.iterdir())) == 1
