@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,8 +107,9 @@ class Known:
         return [by_name[name] for name in names]
 
 
-def load(name_or_path: str) -> Known:
-    """The plan of an inventory, by name or folder. Raises UsageError with every problem of intent and catalog."""
+def load(name_or_path: str, before: Callable[[Path], None] | None = None) -> Known:
+    """The plan of an inventory, by name or folder. `before` is called with its folder when the plan must be worked out.
+    Raises UsageError with every problem of intent and catalog."""
     folder = inventory.folder_of(name_or_path)
     if (folder / TWINS).is_file():
         return _worked_out(folder)
@@ -117,6 +118,8 @@ def load(name_or_path: str) -> Known:
     try:
         return _read(head, folder)
     except (OSError, ValueError, KeyError, TypeError):
+        if before is not None:
+            before(folder)
         found = _worked_out(folder)
         with suppress(OSError):
             _write(head, found)
@@ -206,7 +209,9 @@ def _write(head: Path, found: Known) -> None:
     }
     runs.write_private(head, json.dumps(data))
     ours = [
-        path for path in FOLDER.glob(f"{_slug(found.folder)}-*.json") if not path.name.endswith(".variables.json")
+        path
+        for path in FOLDER.glob(f"{_slug(found.folder)}-*.json")
+        if not path.name.endswith(".variables.json")
     ]
     for old in sorted(ours, key=lambda path: path.stat().st_mtime)[:-KEPT]:
         old.unlink(missing_ok=True)

@@ -74,14 +74,14 @@ def remember() -> None:
     finder._meta_yml_to_dict = kept
 
 
-def told(path: Path) -> list[str]:
-    """The command line, once it is there."""
+def told(path: Path) -> dict[str, Any]:
+    """`argv` and `environment`, once they are there."""
     begun = time.monotonic()
     while not path.exists():
         if time.monotonic() - begun > TOLD_LIMIT_S:
             raise SystemExit(f"nothing to play was told within {TOLD_LIMIT_S:g} s")
         time.sleep(LOOK_EVERY_S)
-    return list(json.loads(path.read_text(encoding="utf-8")))
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def main(words: list[str]) -> None:
@@ -95,10 +95,11 @@ def main(words: list[str]) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
-    argv = told(Path(words[0]))
-    if argv:
-        sys.argv = argv
-        PlaybookCLI.cli_executor(argv)
+    play = told(Path(words[0]))
+    if play["argv"]:
+        os.environ.update(play["environment"])
+        sys.argv = play["argv"]
+        PlaybookCLI.cli_executor(play["argv"])
 
 
 if __name__ == "__main__":

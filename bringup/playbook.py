@@ -11,10 +11,8 @@ import dataclasses
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bringup import ROOT, events, fleet, handed, known, leash, lock, progress, redact, runs, seal
+from bringup import ROOT, events, fleet, handed, known, lock, players, progress, redact, runs, seal
 from bringup import inventory as inventories
 from bringup.errors import BringupError, Exit, Problem, UsageError, unknown
 from bringup.known import Known
 
 PLAYBOOKS = ROOT / "playbooks"
-
-JOB_LIMIT_S = 24 * 3600
-"""A whole run; first runs copy hundreds of GiB, and every step inside has its own, shorter limit."""
 
 PROMPT = "Say hello in one sentence."
 PROMPT_TOKENS = 24
@@ -40,7 +35,6 @@ TICK_S = 0.2
 STOP_GRACE_S = 10.0
 """After Ctrl-C: time for Ansible to end its workers before they are killed."""
 
-JOIN_LIMIT_S = 15.0
 OUTPUT_LINES_KEPT = 400
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -114,49 +108,50 @@ def run(
     """
     seen = view or progress.choose()
     path = playbook_path(playbook)
-    plan = known.load(inventory)
-    check_limit(plan, limit)
-    if playbook == "provision" and tags != "preflight":
-        check_complete(plan)
-    left = remaining(plan, playbook, limit, resume) if resume else limit
-    more: dict[str, Any] = {"run_outside_window": outside_window} if outside_window else {}
-    more |= {"run_force_unlock": True} if force_unlock else {}
-    trusting = trusting and not check
-    job = Job(
-        path,
-        plan.folder,
-        left,
-        tags,
-        skip_tags,
-        check,
-        {**(extra or {}), **more},
-        trusting=trusting,
-        plan=plan,
-    )
-    name = name or playbook.removeprefix("runbooks/")
-    arguments = {
-        "playbook": playbook,
-        "inventory": inventory,
-        "limit": left,
-        "tags": tags,
-        "skip_tags": skip_tags,
-        "check": check,
-        "extra": dict(extra or {}),
-        "outside_window": outside_window,
-        "resume": resume,
-        "full": not trusting,
-    }
-    try:
-        with (
-            signals() as caught,
-            nullcontext(())
-            if locked
-            else lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
-        ):
-            record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
-            return _recorded(record, job, plan, seen, caught, after)
-    finally:
-        seen.close()
+    with players.Ahead(path) as ahead:
+        plan = known.load(inventory, before=ahead.begin)
+        check_limit(plan, limit)
+        if playbook == "provision" and tags != "preflight":
+            check_complete(plan)
+        left = remaining(plan, playbook, limit, resume) if resume else limit
+        more: dict[str, Any] = {"run_outside_window": outside_window} if outside_window else {}
+        more |= {"run_force_unlock": True} if force_unlock else {}
+        trusting = trusting and not check
+        job = Job(
+            path,
+            plan.folder,
+            left,
+            tags,
+            skip_tags,
+            check,
+            {**(extra or {}), **more},
+            trusting=trusting,
+            plan=plan,
+        )
+        name = name or playbook.removeprefix("runbooks/")
+        arguments = {
+            "playbook": playbook,
+            "inventory": inventory,
+            "limit": left,
+            "tags": tags,
+            "skip_tags": skip_tags,
+            "check": check,
+            "extra": dict(extra or {}),
+            "outside_window": outside_window,
+            "resume": resume,
+            "full": not trusting,
+        }
+        try:
+            with (
+                signals() as caught,
+                nullcontext(())
+                if locked
+                else lock.hold(plan.inventory, f"{name} {inventory}", force=force_unlock) as notes,
+            ):
+                record = runs.begin(name, plan.inventory, arguments, plan_digest=plan.digest, notes=notes)
+                return _recorded(record, job, plan, seen, caught, after, ahead.player)
+        finally:
+            seen.close()
 
 
 def _recorded(
@@ -166,14 +161,14 @@ def _recorded(
     seen: progress.Progress,
     caught: Caught,
     after: After | None,
+    begun: players.Player | None,
 ) -> runs.RunRecord:
     """Prepares and plays; whatever happens, the record is finished."""
     outcome, code, more = events.Outcome(), Exit.INTERNAL, dict[str, Any]()
     try:
         prepare(plan, job, seen)
-        with ahead(job, record.folder) as begun:
-            left = look_at_seals(record, job, plan, seen)
-            played = play(left.job, record.folder, seen, caught, begun) if left.job else NOTHING_PLAYED
+        left = look_at_seals(record, job, plan, seen)
+        played = play(left.job, record.folder, seen, caught, begun) if left.job else NOTHING_PLAYED
         outcome = with_sealed(played.outcome, left)
         code = code_of(played, check=job.check) if left.job else Exit.DONE
         if code is Exit.INTERNAL and not outcome.errors:
@@ -374,69 +369,20 @@ def with_sealed(outcome: events.Outcome, left: Left) -> events.Outcome:
     return dataclasses.replace(outcome, hosts={**outcome.hosts, **hosts}, notes=notes)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An Ansible that has been started and waits to be told what to play (`bringup/leash.py`)."""
-
-    folder: Path
-    private: Path
-    runner: Any
-    thread: threading.Thread
-    inbox: queue.SimpleQueue[Mapping[str, Any]]
-
-    def told(self, argv: Sequence[str]) -> None:
-        """Plays; with nothing to play it ends."""
-        runs.write_private(self.private / leash.TOLD, json.dumps(list(argv)))
-
-
-def begin(job: Job, folder: Path) -> Begun:
-    """Starts Ansible for a job whose limit and roles are not known yet; it imports all that it needs meanwhile."""
-    inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-    private = folder / "runner"
-    runner = _runner(job, private, inbox, run_id=folder.name)
-
-    def work() -> None:
-        try:
-            runner.run()
-        except Exception as error:
-            inbox.put({"event": "error", "stdout": f"ERROR: ansible-runner: {error!r}"})
-
-    thread = threading.Thread(target=work, name="ansible-runner", daemon=True)
-    thread.start()
-    return Begun(folder, private, runner, thread, inbox)
-
-
-@contextmanager
-def ahead(job: Job, folder: Path) -> Iterator[Begun | None]:
-    """An Ansible that starts while something else is waited for, where it will be needed, most likely; it ends with the
-    body when that has told it nothing."""
-    if job.trusting and job.plan is not None and not job.plan.is_new:
-        yield None
-        return
-    begun = begin(job, folder)
-    try:
-        yield begun
-    finally:
-        if begun.private.is_dir() and not (begun.private / leash.TOLD).exists():
-            begun.told(())
-            begun.thread.join(JOIN_LIMIT_S)
-            shutil.rmtree(begun.private, ignore_errors=True)
-
-
 def play(
     job: Job,
     folder: Path,
     seen: progress.Progress,
     caught: Caught | None = None,
-    begun: Begun | None = None,
+    begun: players.Player | None = None,
 ) -> Played:
     """Plays one job; results go to `folder`/events.jsonl without secrets. Ctrl-C ends it and all its
     processes. `begun`: an Ansible that has been started for it.
     """
     caught = caught or Caught()
-    begun = begun or begin(job, folder)
-    runner, thread, inbox, private = begun.runner, begun.thread, begun.inbox, begun.private
-    begun.told(_argv(job, private))
+    player = begun or players.begin(job.playbook, job.inventory)
+    thread, inbox, private = player.thread, player.inbox, player.private
+    player.told(_argv(job, private), _environment(job, folder.name, private))
     tally = events.Tally()
     output: list[str] = []
     stop = _Stop(caught)
@@ -446,6 +392,8 @@ def play(
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
         while thread.is_alive() or not inbox.empty():
             for event in _waiting(inbox):
+                if not event:
+                    thread.join(TICK_S)
                 failure = tally.feed(event)
                 if failure is not None and failure.kind != "ignored":
                     seen.failed(failure)
@@ -453,11 +401,10 @@ def play(
             seen.update(tally)
             if not stop.tick():
                 break
-    thread.join(JOIN_LIMIT_S)
+    player.close()
     caught.counting = False
-    shutil.rmtree(private, ignore_errors=True)
     return Played(
-        status=str(runner.status),
+        status=str(player.runner.status),
         outcome=tally.outcome(),
         ended=tally.ended,
         interrupted=stop.begun,
@@ -596,49 +543,6 @@ def _parent_of(stat: Path) -> tuple[int, int] | None:
         return None
 
 
-def _runner(job: Job, private: Path, inbox: queue.SimpleQueue[Mapping[str, Any]], run_id: str) -> Any:
-    """An ansible-runner that writes nothing but into `private`, and prints nothing."""
-    from ansible_runner import interface
-
-    private.mkdir(mode=0o700)
-
-    def handle(event: Mapping[str, Any]) -> bool:
-        inbox.put(event)
-        return False  # and the runner keeps no copy of its own, which would hold unredacted results
-
-    def status(state: Mapping[str, Any], runner_config: Any) -> None:
-        if state.get("status") == "running":
-            # ansible-runner has just written the whole environment of the process there, secrets and all
-            for command in private.glob("artifacts/*/command"):
-                command.unlink()
-
-    def never() -> bool:
-        return False
-
-    environment = _environment(run_id)
-    if job.plan is not None:
-        handed_file = private / "variables.json"
-        job.plan.hand_over(handed_file)
-        environment[handed.FILE] = str(handed_file)
-    runner = interface.init_runner(
-        private_data_dir=str(private),
-        project_dir=str(ROOT),
-        playbook=str(job.playbook),
-        inventory=str(job.inventory),
-        envvars=environment,
-        settings={"suppress_output_file": True, "suppress_ansible_output": True, "pexpect_timeout": 1},
-        suppress_env_files=True,
-        ignore_logging=True,
-        quiet=True,
-        timeout=JOB_LIMIT_S,
-        event_handler=handle,
-        status_handler=status,
-        cancel_callback=never,
-    )
-    runner.config.command = [sys.executable, "-m", "bringup.leash", str(private / leash.TOLD)]
-    return runner
-
-
 def _argv(job: Job, private: Path) -> list[str]:
     """Ansible's command line; what may be secret goes into files of the run's own."""
     given = {"--limit": job.limit, "--tags": job.tags, "--skip-tags": job.skip_tags, "--forks": job.forks}
@@ -666,21 +570,14 @@ def _written(job: Job, private: Path) -> Path:
     return path
 
 
-def _environment(run_id: str) -> dict[str, str]:
-    """What Ansible is told beside its command line; the BRINGUP_ ones go into locks and stamps on nodes."""
-    programs = str(Path(sys.executable).parent)
-    config = ROOT / "ansible.cfg"
-    return {
-        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
-        "BRINGUP_RUN_ID": run_id,
-        "BRINGUP_BY": runs.who(),
-        "BRINGUP_COMMIT": runs.commit(),
-        "ANSIBLE_NOCOLOR": "1",
-        "ANSIBLE_RETRY_FILES_ENABLED": "0",
-        # ansible-runner turns the check of host keys off for whoever does not say that it stays on.
-        "ANSIBLE_HOST_KEY_CHECKING": "True",
-        **({"ANSIBLE_CONFIG": str(config)} if config.is_file() else {}),
-    }
+def _environment(job: Job, run_id: str, private: Path) -> dict[str, str]:
+    """What this run adds to Ansible's environment; the BRINGUP_ ones go into locks and stamps on nodes."""
+    found = {"BRINGUP_RUN_ID": run_id, "BRINGUP_BY": runs.who(), "BRINGUP_COMMIT": runs.commit()}
+    if job.plan is not None:
+        handed_file = private / "variables.json"
+        job.plan.hand_over(handed_file)
+        found[handed.FILE] = str(handed_file)
+    return found
 
 
 def _waiting(inbox: queue.SimpleQueue[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bringup import ROOT, events, playbook, progress
+from bringup import ROOT, events, playbook, players, progress
 from bringup.errors import Exit, Problem, UsageError
 from bringup.known import Known, KnownHost
 from bringup.playbook import Played
@@ -26,7 +26,7 @@ SECONDS = f"45.{os.getpid()}"
 """Of the long task: of this process alone, so that two checkouts can run this file at once."""
 
 LONG_TASK = f"sleep {SECONDS}"
-END_LIMIT_S = 4 * (playbook.STOP_GRACE_S + playbook.JOIN_LIMIT_S)
+END_LIMIT_S = 4 * (playbook.STOP_GRACE_S + players.JOIN_LIMIT_S)
 CANARY = "canary-of-the-environment"
 
 
@@ -214,3 +214,27 @@ def test_causes_are_told_once_with_all_their_hosts() -> None:
     causes = playbook.causes_of(played)
     assert [cause["hosts"] for cause in causes] in ([], [["one", "two"]])
     assert playbook.causes_of(Played("successful", events.Outcome(), True, False)) == ()
+
+
+def test_an_ansible_that_is_told_nothing_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    with players.Ahead(PLAYS / "play.yml") as ahead:
+        ahead.begin(PLAYS / "hosts.yml")
+        assert ahead.player is not None
+        private = ahead.player.private
+        assert private.stat().st_mode & 0o077 == 0
+    assert not private.exists()
+    assert not ahead.player.thread.is_alive()
+    assert str(ahead.player.runner.status) == "successful"
+
+
+def test_what_a_killed_controller_left_goes_with_the_next_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(players, "FOLDER", tmp_path)
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    left, ours = tmp_path / f"{gone.pid}-x", tmp_path / f"{os.getpid()}-y"
+    for path in (left, ours):
+        path.mkdir()
+    players._tidy()
+    assert (left.exists(), ours.exists()) == (False, True)
