@@ -225,7 +225,7 @@ def once(
     whose keys are exchanged as fast as can be. Raises HostUnreachable when the node cannot be reached."""
     if host.local:
         return _run_local(command, stdin, limit_s, None)
-    folder = CONTROL_FOLDER.expanduser()
+    folder = Path(os.environ.get("ANSIBLE_SSH_CONTROL_PATH_DIR") or CONTROL_FOLDER).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = f"ControlPath={folder}/{control_name(host)}{'q' if quick else ''}"
     ways = [one for one in (QUICK if quick else SHARED) if not _has(host, one)]
