@@ -312,9 +312,10 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Known, seen: progress.
     if not job.trusting:
         seal.write_run(record.folder, wanted, wanted)
         return Left(_narrowed(job, wanted, {}, idle))
-    with progress.waiting("looking at the seals of the nodes", seen):
+    asked = sealcheck.Asked(plan.reach(names))
+    with progress.waiting(asked.__str__, seen):
         # Where the plan is another, most likely something is played: then Ansible has these connections already.
-        verdicts = sealcheck.verdicts(plan.reach(names), quick=not plan.is_new)
+        verdicts = sealcheck.verdicts(asked, quick=not plan.is_new)
     due = seal.due(verdicts, wanted)
     seal.write_run(record.folder, wanted, due)
     sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from bringup import fleet, known, looking, remote, seal
@@ -26,9 +25,32 @@ def inputs(plan: Known, extra: Mapping[str, Any]) -> Mapping[str, Mapping[str, s
     return seal.inputs(plan.variables, hosts, plan.folder, extra)
 
 
-def verdicts(hosts: Sequence[fleet.Host], *, quick: bool = True) -> list[Verdict]:
+class Asked:
+    """Hosts that are asked; who has not answered yet can be told at any time."""
+
+    def __init__(self, hosts: Sequence[fleet.Host]) -> None:
+        self.hosts = hosts
+        self._open = {host.name: None for host in hosts}
+
+    def answered(self, host: fleet.Host) -> None:
+        """It has, or it is known why it will not."""
+        self._open.pop(host.name, None)
+
+    def __str__(self) -> str:
+        return f"looking at the seals of the nodes; no answer yet from {looking.named(list(self._open))}"
+
+
+def verdicts(asked: Asked, *, quick: bool = True) -> list[Verdict]:
     """What each of the hosts says of its seals; one that cannot be asked says why. `quick`: see `remote.once`."""
-    answers = fleet.each(hosts, partial(_verdict, quick=quick))
+    hosts = asked.hosts
+
+    def look(host: fleet.Host) -> Verdict:
+        try:
+            return _verdict(host, quick)
+        finally:
+            asked.answered(host)
+
+    answers = fleet.each(hosts, look)
     return [
         answer if isinstance(answer, Verdict) else Verdict(host.name, why=_why(answer))
         for host, answer in zip(hosts, answers, strict=True)
@@ -57,7 +79,7 @@ def drift(inventory: str, limit: str | None) -> list[dict[str, Any]]:
     (role, what, field, expected, found). Raises UsageError when intent or catalog are wrong."""
     plan = known.load(inventory)
     wanted = inputs(plan, {})
-    found = verdicts(plan.reach(fleet.matching(plan.groups, limit)))
+    found = verdicts(Asked(plan.reach(fleet.matching(plan.groups, limit))))
     due = seal.due(found, wanted)
     return [_row(one, due[one.host], wanted[one.host]) for one in found]
 

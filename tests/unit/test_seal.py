@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bringup import ROOT, inventory, plan, rolevars, runs, seal
+from bringup import ROOT, fleet, inventory, plan, rolevars, runs, seal, sealcheck
 from bringup.node import place
 from bringup.node import seal as node
 from bringup.seal import Verdict
@@ -556,3 +556,10 @@ def test_a_record_tells_of_a_host_what_was_played_and_what_was_as_it_was_left() 
     assert (list(found.hosts["one"].roles), found.hosts["one"].sealed) == (["play", "files"], ("users",))
     assert found.hosts["two"] == events.HostOutcome(done=True, sealed=("files", "users"))
     assert found.notes == ("said",)
+
+
+def test_who_has_not_answered_is_named_while_nodes_are_asked() -> None:
+    hosts = [fleet.Host(f"h20-{number:02}", "192.0.2.1") for number in range(1, 4)]
+    asked = sealcheck.Asked(hosts)
+    asked.answered(hosts[1])
+    assert str(asked).endswith("no answer yet from h20-01, h20-03")
