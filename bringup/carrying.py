@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bringup import holding
+from bringup import holding, runs
 from bringup.node import kept, light
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,11 +75,9 @@ def _kept(name: str, made_of: Iterable[str], make: Callable[[], str]) -> str:
     made = make()
     with suppress(OSError):
         KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(made, encoding="utf-8")
         for old in KEPT.glob(f"{name}-*.py"):
             old.unlink(missing_ok=True)
-        beside.replace(path)
+        runs.write_private(path, made)
     return made
 
 

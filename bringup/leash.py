@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 # Ansible imports actions in each fork; what ours stand on is there before.
-from bringup import carrying, events, seal  # noqa: F401
+from bringup import carrying, events, runs, seal  # noqa: F401
 
 TOLD = "told.json"
 PR_SET_PDEATHSIG = 1
@@ -66,9 +66,7 @@ def remember() -> None:
             found = read(data, content_id)
             with suppress(OSError):
                 KEPT.mkdir(mode=0o700, parents=True, exist_ok=True)
-                beside = path.with_name(f".{path.name}.{os.getpid()}")
-                beside.write_text(json.dumps(found), encoding="utf-8")
-                beside.replace(path)
+                runs.write_private(path, json.dumps(found))
         return found
 
     finder._meta_yml_to_dict = kept
