@@ -133,9 +133,12 @@ def watch(
     end: Callable[[int], None] = kill,
     pause: Callable[[float], None] = time.sleep,
     folder: Path | None = None,
+    described: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """For ever: look, judge, end what hangs. Only while the unit is active; starting and stopping are not its
-    matter.
+    """Look, judge, end what hangs, until the server has been started anew or is `described` otherwise: then whoever
+    runs this begins again, with the description and the key that are there now (a roll-back may have brought another
+    port, and a server that is asked at a wrong one seems to hang). Only while the unit is
+    active; starting and stopping are not its matter.
     """
     kept = folder or drift.folder_of(str(service.get("name", "")))
     limits = (float(service.get("prefill_s", PREFILL_S)), float(service.get("stall_s", STALL_S)))
@@ -151,7 +154,11 @@ def watch(
         shown = state(unit, properties)
         if shown["ActiveState"] != "active":
             continue
-        if shown["InvocationID"] != drifting.invocation:
+        anew = drifting.invocation and shown["InvocationID"] != drifting.invocation
+        if anew or (described is not None and described() != service):
+            say("the server was started anew or is another: watching begins anew, too")
+            return
+        if not drifting.invocation:
             seen = Watch(prefill_s=limits[0], stall_s=limits[1])
             drifting = Drifting(service, shown["InvocationID"], kept)
         why, found, token_s = look(service, key)
@@ -172,7 +179,8 @@ def main(words: list[str]) -> int:
         return 2
     try:
         service = common.load(words[0])
-        watch(service, common.key_of(service))
+        watch(service, common.key_of(service), described=lambda: common.load(words[0]))
+        return 0
     except Refusal as refusal:
         say(str(refusal))
     return 1

@@ -233,6 +233,27 @@ def test_the_watchdog_ends_the_process_that_hangs_and_only_while_it_is_the_same(
     assert ended == [10]
 
 
+@pytest.mark.parametrize(
+    ("port", "invocations"), [(9, "aab"), (10, "a")], ids=["started anew", "another port"]
+)
+def test_a_server_that_is_another_now_is_not_taken_for_one_that_hangs(port: int, invocations: str) -> None:
+    """A roll-back brought the port before back: asked at the one after, a healthy server was killed every 90 s."""
+    ended: list[int] = []
+    states = ({"ActiveState": "active", "MainPID": "10", "InvocationID": one} for one in invocations)
+    service = {"unit": "u", "probe_timeout_s": 0.2, "address": "127.0.0.1", "port": 9, "served_name": "w"}
+    service["endpoints"] = {"chat": "/v1/chat/completions", "metrics": None}
+    watch.watch(
+        service,
+        None,
+        state=lambda unit, properties: next(states),
+        end=ended.append,
+        pause=lambda seconds: None,
+        described=lambda: {**service, "port": port},
+    )
+    assert ended == []
+    assert next(states, None) is None
+
+
 # ---------------------------------------------------------------- the trail of a crash
 
 
