@@ -111,8 +111,13 @@ def give_back(token: str, *, path: Path = LOCK, guard: Path = GUARD) -> bool:
 def stamp(run: Mapping[str, Any], folder: Path = STAMPS, at: float | None = None) -> Path:
     """Writes down on the node that a run has been here; a record, and no change."""
     at = time.time() if at is None else at
-    path = folder / stamp_name(str(run.get("id", "")), at)
+    first = path = folder / stamp_name(str(run.get("id", "")), at)
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    number = 1
+    while path.exists():
+        # Playbooks of one ansible-playbook are one run, and two may end within a second.
+        number += 1
+        path = first.with_name(f"{first.stem}-{number}.json")
     write_atomic(
         path,
         json.dumps({"schema_version": SCHEMA_VERSION, "at": round(at, 3), **run}, indent=1, sort_keys=True)

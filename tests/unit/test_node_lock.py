@@ -189,3 +189,11 @@ def test_a_closed_window_says_when_it_opens_and_what_to_do() -> None:
     assert "It is Mon 08:00 UTC" in said
     assert "Tue 07:00-09:00" in said
     assert "--outside-window" in said
+
+
+def test_two_playbooks_of_one_run_that_end_within_a_second_leave_a_stamp_each(tmp_path: Path) -> None:
+    names = ("pause-schedules", "resume-schedules", "rotate-logs")
+    for name in names:
+        nodelock.stamp({"id": "r", "playbook": name}, tmp_path, at=1_000_000.0)
+    kept = [json.loads(path.read_text())["playbook"] for path in tmp_path.iterdir()]
+    assert sorted(kept) == sorted(names)
