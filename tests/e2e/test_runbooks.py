@@ -49,6 +49,9 @@ PLAY_LIMIT_S = 1800
 END_LIMIT_S = 300
 """What ends within seconds when the machine is quiet."""
 
+WATCH_LIMIT_S = 80
+"""For a look of the watchdog and its next start, and less than three looks."""
+
 BURNS_S = 900
 """Longer than anything that is done meanwhile; it ends when its run does."""
 
@@ -232,8 +235,15 @@ def test_an_upgraded_engine_serves_and_roll_back_brings_back_what_served_before(
         done = run(pair, "upgrade-engine", "--limit", name)
         assert done.code == Exit.DONE, done.text
         assert answers(name, other)
+    watch = f"systemctl show -P InvocationID bringup-watch-{pair.service()['name']}.service"
+    watches_other = on(name, watch)
     done = run(pair, "roll-back", "--limit", name)
     assert done.code == Exit.DONE, done.text
+    assert answers(name, port(pair))
+    # One that went on asking at the other port would kill the server after three times.
+    until(
+        "its watchdog has begun anew", lambda: on(name, watch) not in ("", watches_other), limit=WATCH_LIMIT_S
+    )
     assert answers(name, port(pair))
 
 
