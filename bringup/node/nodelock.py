@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import locked, read_text, write_atomic
-from .stamp import old_stamps, stamp_name
+from .stamp import old_stamps, stamp_path
 
 LOCK = Path("/run/bringup/run.json")
 GUARD = Path("/run/bringup/run.guard")
@@ -111,13 +111,8 @@ def give_back(token: str, *, path: Path = LOCK, guard: Path = GUARD) -> bool:
 def stamp(run: Mapping[str, Any], folder: Path = STAMPS, at: float | None = None) -> Path:
     """Writes down on the node that a run has been here; a record, and no change."""
     at = time.time() if at is None else at
-    first = path = folder / stamp_name(str(run.get("id", "")), at)
+    path = stamp_path(folder, str(run.get("id", "")), at)
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    number = 1
-    while path.exists():
-        # Playbooks of one ansible-playbook are one run, and two may end within a second.
-        number += 1
-        path = first.with_name(f"{first.stem}-{number}.json")
     write_atomic(
         path,
         json.dumps({"schema_version": SCHEMA_VERSION, "at": round(at, 3), **run}, indent=1, sort_keys=True)

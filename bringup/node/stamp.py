@@ -37,6 +37,16 @@ def stamp_name(run: str, now: float) -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{safe}.json"
 
 
+def stamp_path(folder: Path, run: str, now: float) -> Path:
+    """Where a stamp goes; playbooks of one ansible-playbook are one run, and two may end within a second."""
+    first = path = folder / stamp_name(run, now)
+    number = 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.stem}-{number}.json")
+    return path
+
+
 def old_stamps(names: list[str], keep: int) -> list[str]:
     """The stamps that go when the newest `keep` stay; other files are not ours to remove."""
     ours = sorted(name for name in names if STAMP.fullmatch(name))
@@ -72,7 +82,7 @@ def ensure(
     rights = {"mode": MODE, "uid": os.geteuid(), "gid": os.getegid()}
     seal.claim([seal.path_row(plan_file, "file", **rights, sha256=digest)])
     at = time.time() if now is None else now
-    stamp = runs / stamp_name(str(run.get("id", "")), at)
+    stamp = stamp_path(runs, str(run.get("id", "")), at)
     text = {"schema_version": SCHEMA_VERSION, "at": round(at, 3), "changed_plan": before != after, **run}
     write_atomic(stamp, json.dumps(text, indent=1, sort_keys=True) + "\n")
     for name in old_stamps([path.name for path in runs.iterdir()], keep):
