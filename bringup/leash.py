@@ -25,6 +25,7 @@ from typing import Any
 
 # Ansible imports actions in each fork; what ours stand on is there before.
 from bringup import carrying, events, runs, seal  # noqa: F401
+from bringup.node import light
 
 TOLD = "told.json"
 PR_SET_PDEATHSIG = 1
@@ -85,6 +86,8 @@ def told(path: Path) -> dict[str, Any]:
 def main(words: list[str]) -> None:
     """Imports Ansible, waits for its command line, and runs it."""
     hold()
+    # Ansible imports it to see whether it could; connections are OpenSSH's, and where one is not, it is imported then.
+    sys.modules.setdefault("paramiko", light.Later("paramiko"))
     from ansible.cli.playbook import PlaybookCLI
 
     remember()
