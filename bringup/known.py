@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def load(name_or_path: str, before: Callable[[Path], None] | None = None) -> Kno
 
 def digest_of(folder: Path) -> str:
     """Of the names and contents of everything that the plan of an inventory's folder can come from."""
-    total = hashlib.sha256(f"{SCHEMA_VERSION} {sys.version} {Path.home()} {folder}".encode())
+    about = (SCHEMA_VERSION, sys.version, version("ansible-core"), Path.home(), folder)
+    total = hashlib.sha256(" ".join(map(str, about)).encode())
     for root in (folder, *(ROOT / source for source in SOURCES)):
         for path in _files(str(root)):
             total.update(f"\0{path}\0".encode("utf-8", "surrogateescape"))

@@ -63,6 +63,12 @@ def test_any_change_of_the_inventory_is_seen(site: Path) -> None:
     assert "lab-09" not in before.groups
 
 
+def test_another_ansible_is_seen(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known.load(str(site))
+    monkeypatch.setattr(known, "version", lambda name: "0.0")
+    assert known.load(str(site)).is_new
+
+
 def test_what_cannot_be_read_back_is_worked_out_again(site: Path) -> None:
     first = known.load(str(site))
     for damage in ("", "{", '{"schema_version": 1}'):
