@@ -150,8 +150,8 @@ def wait_for_the_long_task(process: subprocess.Popen[str], hosts: int = 1) -> No
 def test_a_signal_ends_the_play_and_every_process_of_it(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "one,two", long=True)
     wait_for_the_long_task(process, hosts=2)
-    # Long enough for progress to say what is waited for.
-    time.sleep(2 * progress.QUIET_S)
+    # Long enough for progress to say what is waited for, also when it has just said what was waited for before.
+    time.sleep(progress.PLAIN_EVERY_S + progress.QUIET_S)
     process.send_signal(number)
     _, said = process.communicate(timeout=END_LIMIT_S)
     assert process.returncode == Exit.INTERRUPTED
