@@ -1,6 +1,7 @@
 #!/bin/sh
-# On the GPU machine: device.sh receive N takes the part in .hop/partN; device.sh run SECONDS goes up the ladder;
-# device.sh wait SECONDS waits for a ladder that still goes on. Results are in $OUT (results.tar.gz, console.txt) all along.
+# On the GPU machine: device.sh receive N takes the part in .hop/partN; device.sh run SECONDS WAIT [STEP...] goes up the ladder,
+# or takes those steps of it; device.sh wait SECONDS waits for a ladder that still goes on. Results are in $OUT (results.tar.gz,
+# console.txt) all along.
 set -eu
 folder=${HOPPER_FOLDER:-/srv/hopper}
 checkout=$(cd "$(dirname "$0")/../.." && pwd)
@@ -67,9 +68,15 @@ run() {
   rm -f "$folder/out/done"
   python3 bench/hopper/wheels.py lock "$folder/wheels" "$folder/checkout/catalog/engines/locks/sglang-0.5.15.post1-x86_64.txt"
   kill -0 "$(cat "$folder/checkout/.hop/first" 2>/dev/null)" 2>/dev/null || sh bench/hopper/node.sh boot "$folder"
-  setsid sh bench/hopper/node.sh controller "$folder" python -m bench.hopper.ladder /out --until "$1" \
+  seconds=$1 wait=$2
+  shift 2
+  for step in "$@"; do
+    set -- "$@" --only "$step"
+    shift
+  done
+  setsid sh bench/hopper/node.sh controller "$folder" python -m bench.hopper.ladder /out --until "$seconds" "$@" \
     </dev/null >"$folder/out/console.txt" 2>&1 &
-  wait_for "$2"
+  wait_for "$wait"
 }
 
 wait_for() {
@@ -89,5 +96,5 @@ case $verb in
   receive) receive "$@" ;;
   run) run "$@" ;;
   wait) wait_for "$@" ;;
-  *) echo "receive N | run SECONDS WAIT | wait SECONDS"; exit 2 ;;
+  *) echo "receive N | run SECONDS WAIT [STEP...] | wait SECONDS"; exit 2 ;;
 esac

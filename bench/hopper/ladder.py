@@ -33,7 +33,7 @@ from bringup import ROOT
 HOP = ROOT / ".hop"
 RESULTS = HOP / "results"
 INVENTORY = ROOT / "inventories" / "hopper"
-SUITE = "hopper"
+SUITE, SLOW_SUITE = "hopper", "hopper-slow"
 RUNGS = ("bring-up", "base", "mtp-careful", "")
 """Ends of the profiles' names, first rung first."""
 PROFILE = "h200-1x-glm-tiny-fp8-mtp-sglang"
@@ -269,7 +269,7 @@ def fit_memory(run: Ladder) -> None:
 def climb(run: Ladder, number: int) -> None:
     """One rung: provisioned as any node, and measured."""
     if brought(run, f"rung-{number}", rung(number)):
-        measured(run, f"rung-{number}", " --against last" if number else "")
+        measured(run, f"rung-{number}", f"{SUITE} --against last" if number else SLOW_SUITE)
 
 
 def brought(run: Ladder, name: str, place: str) -> bool:
@@ -282,14 +282,27 @@ def brought(run: Ladder, name: str, place: str) -> bool:
     return not step.code
 
 
-def measured(run: Ladder, name: str, against: str) -> None:
-    """The suite on what runs, judged against the measurement before it."""
-    run.invoke(
-        f"{name}-bench", f"bench --inventory {run.place} --suite {SUITE}{against} --json", BENCH_LIMIT_S
-    )
+def measured(run: Ladder, name: str, suite: str) -> None:
+    """The suite on what runs, judged against the measurement before it; and how fast the machine's CPUs were around it."""
+    run.node(f"{name}-pace-before", PACE)
+    run.invoke(f"{name}-bench", f"bench --inventory {run.place} --suite {suite} --json", BENCH_LIMIT_S)
+    run.node(f"{name}-pace-after", PACE)
     run.node(f"{name}-after", LOOK)
 
 
+PACE = """python3 - <<'X'
+import json, time
+def loop():
+    began = time.perf_counter()
+    sum(number * number for number in range(400_000))
+    return round((time.perf_counter() - began) * 1000, 2)
+loops = [loop() for _ in range(25)]
+ticks = [int(word) for word in open("/proc/stat").readline().split()[1:]]
+print(json.dumps({"loop_ms": loops, "ticks": ticks[:8]}))
+X
+"""
+"""The same work of one CPU, again and again (ms), and the machine's ticks so far: user, nice, system, idle, iowait, irq,
+softirq, steal. This small a model waits for its CPU, not for its GPU, and the CPUs are shared with others."""
 LOOK = f"""
 systemctl status --no-pager bringup-{SERVICE} | head -40
 for file in /var/lib/bringup/starts/*.json; do echo "== $file"; cat "$file"; done
@@ -416,7 +429,7 @@ def pair(run: Ladder) -> None:
     run.invoke("pair-preflight", f"preflight --inventory {place} --json", 60)
     run.invoke("pair-record", f"twins.record --inventory {place} --limit {HOST}", 60)
     if brought(run, "pair", place):
-        measured(run, "pair", " --against last")
+        measured(run, "pair", f"{SUITE} --against last")
     run.node("pair-multicast", MULTICAST)
 
 

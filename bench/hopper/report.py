@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from bringup import ROOT
+from bringup.bench import warm_up_runs
 from bringup.errors import Problem, UsageError
 
 PROFILE = "h200-1x-glm-tiny-fp8-mtp-sglang"
@@ -34,6 +35,10 @@ RUNGS = {
     PROFILE: "MTP 4-1-5",
     "h200-2x-glm-tiny-fp8-mtp-sglang": "MTP 4-1-5, two GPUs",
 }
+STEP_OF = dict(zip(RUNGS, ("rung-0", "rung-1", "rung-2", "rung-3", "pair"), strict=True))
+"""How the ladder names a profile's steps."""
+STEAL = 7
+"""Which of the ticks another machine had."""
 WITHIN = 0.15
 """Two runs from cold should differ by no more than this share."""
 PHASES = ("distributed", "weights", "kv", "jit", "graphs", "ready", "first token", "warm-up", "drafting")
@@ -86,9 +91,22 @@ def collected(folder: Path) -> dict[str, Any]:
             for _, record in said
             for one in record["starts"]
         ],
+        "pace": paces(folder / "results"),
         "steps": [{key: step[key] for key in ("name", "seconds", "code", "note")} for step in steps],
     }
     return {**data, **tuned(said)}
+
+
+def paces(results: Path) -> dict[str, Any]:
+    """What the machine's CPUs did around each rung's bench: the loops' times, and ticks between the two looks."""
+    found: dict[str, Any] = {}
+    for profile, name in STEP_OF.items():
+        looks = [results / f"{name}-pace-{when}.txt" for when in ("before", "after")]
+        if all(look.is_file() and look.read_text(encoding="utf-8").startswith("{") for look in looks):
+            before, after = (json.loads(look.read_text(encoding="utf-8")) for look in looks)
+            ticks = [new - old for old, new in zip(before["ticks"], after["ticks"], strict=True)]
+            found[profile] = {"loop_ms": [before["loop_ms"], after["loop_ms"]], "ticks": ticks}
+    return found
 
 
 def measured(place: Path) -> tuple[str, dict[str, Any]]:
@@ -145,15 +163,25 @@ def speed(rung: Mapping[str, Any], concurrent: int) -> float | None:
     if row is None:
         return None
     if concurrent == 1:
-        return median(
-            value for value, cold in zip(row["request_tok_s"], row["cold"], strict=True) if not cold
-        )
+        return warm(value for value, cold in zip(row["request_tok_s"], row["cold"], strict=True) if not cold)
     batches = [
         max(row["latencies_ms"][at : at + concurrent])
         for at in range(0, len(row["latencies_ms"]), concurrent)
     ]
     each = concurrent * row["load"]["output_tokens"]
-    return median(each / took * 1000 for took in batches)
+    return warm(each / took * 1000 for took in batches)
+
+
+def warm(values: Iterable[float]) -> float:
+    """The median of what follows the runs that are warm-up by the client's own rule."""
+    series = list(values)
+    return median(series[warm_up_runs(series) :])
+
+
+def pace(one: Mapping[str, Any], profile: str) -> float | None:
+    """How long the same work took a CPU around a rung's bench, ms: the median."""
+    found = one.get("pace", {}).get(profile)
+    return median(value for look in found["loop_ms"] for value in look) if found else None
 
 
 def accepted(rung: Mapping[str, Any], concurrent: int) -> float | None:
@@ -244,24 +272,40 @@ def starts() -> Iterator[str]:
 
 
 def differences() -> Iterator[str]:
-    """By how much the runs of a rung differ from its first, and whether that is within the bar."""
-    yield f"| rung | runs | alone | eight at once | start | within {WITHIN:.0%} |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    first: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    """By how much each run of a rung differs from the one before it, whether that is within the bar, and by how much the
+    machine's CPUs differed."""
+    yield f"| rung | runs | alone | eight at once | start | within {WITHIN:.0%} | the same work of one CPU, ms | of the CPUs' time for others |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    last: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    said = runs()
     for profile, title, number, rung in every():
-        if profile not in first:
-            first[profile] = number, rung
-            continue
-        before, old = first[profile]
-        pairs = [
-            (speed(old, 1), speed(rung, 1)),
-            (speed(old, 8), speed(rung, 8)),
-            (old["start"].get("seconds"), rung["start"].get("seconds")),
-        ]
-        changes = [new / was - 1 if was and new else None for was, new in pairs]
-        good = all(abs(change) <= WITHIN for change in changes if change is not None)
-        cells = " | ".join("-" if change is None else f"{change:+.0%}" for change in changes)
-        yield f"| {title} | {number} against {before} | {cells} | {'yes' if good else 'no'} |"
+        if profile in last:
+            before, old = last[profile]
+            pairs = [
+                (speed(old, 1), speed(rung, 1)),
+                (speed(old, 8), speed(rung, 8)),
+                (old["start"].get("seconds"), rung["start"].get("seconds")),
+            ]
+            changes = [new / was - 1 if was and new else None for was, new in pairs]
+            good = all(abs(change) <= WITHIN for change in changes if change is not None)
+            cells = " | ".join("-" if change is None else f"{change:+.0%}" for change in changes)
+            both = [said[before - 1], said[number - 1]]
+            loops = turned(figure(pace(one, profile), 1) for one in both)
+            others = turned(stolen(one, profile) for one in both)
+            yield f"| {title} | {number} against {before} | {cells} | {'yes' if good else 'no'} | {loops} | {others} |"
+        last[profile] = number, rung
+
+
+def turned(cells: Iterable[str]) -> str:
+    """What was and what is; a dash when neither is known."""
+    both = list(cells)
+    return " -> ".join(both) if set(both) != {"-"} else "-"
+
+
+def stolen(one: Mapping[str, Any], profile: str) -> str:
+    """Which share of the machine's CPU time others had during a rung's bench."""
+    found = one.get("pace", {}).get(profile)
+    return f"{found['ticks'][STEAL] / sum(found['ticks']):.1%}" if found else "-"
 
 
 def settings() -> Iterator[str]:
