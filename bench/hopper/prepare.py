@@ -34,8 +34,9 @@ STOCK = HOP / "stock"
 CARRIED = Path(__file__).with_name("carried.yml")
 LEVEL = "-12"
 MANIFEST = "parts.json"
-PART_MIB = 54
-"""A transfer takes 64 MiB, of which the checkout is eight."""
+TRANSFER_MIB = 64
+"""What one transfer takes: a part, and the checkout with it."""
+SPARE_KIB = 640
 GLIBC_NEWEST = 36
 """Wheels for glibc 2.5 up to this one run on the node (Debian 12)."""
 COMMAND_LIMIT_S = 3600
@@ -319,11 +320,14 @@ def resolved(root: Path, name: str) -> Path:
     return path
 
 
-def cut(archives: Sequence[Path]) -> list[Path]:
-    """The archives one after the other, in parts; `.hop/parts.json` says where each archive ends."""
+def cut(archives: Sequence[Path], beside: int) -> list[Path]:
+    """The archives one after the other, in parts that fit into a transfer with `beside` bytes more; `.hop/parts.json`
+    says where each archive ends."""
     for old in HOP.glob("part[0-9]*"):
         shutil.rmtree(old)
-    size, number, parts, out, room = PART_MIB * 1024**2, 0, [], None, 0
+    size = TRANSFER_MIB * 1024**2 - SPARE_KIB * 1024 - beside
+    number, room, out = 0, 0, None
+    parts: list[Path] = []
     rows = []
     for archive in archives:
         rows.append({"name": archive.name, "bytes": archive.stat().st_size})
@@ -368,8 +372,12 @@ def run(python: str) -> int:
         packed("controller", STOCK / "controller"),
         packed("wheels", wheel_archive()),
     ]
-    for folder in [*cut(archives), commit()]:
-        print(
-            f"{folder.relative_to(ROOT)}  {sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.1f} MB"
-        )
+    checkout = commit()
+    for folder in [*cut(archives, folder_bytes(checkout)), checkout]:
+        print(f"{folder.relative_to(ROOT)}  {folder_bytes(folder) / 1e6:.1f} MB")
     return 0
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())
