@@ -255,11 +255,16 @@ def verdict_of(against: Mapping[str, Any] | None) -> str:
     if not against:
         return "-"
     each = [
-        f"{label} {one['median']:+.0%} ({one['low']:+.0%} to {one['high']:+.0%})"
+        f"{label} {one['median']:+.0%}{between(one)}"
         for label, one in against["comparisons"].items()
         if one.get("median") is not None
     ]
     return f"{against['verdict']}: {', '.join(each)}"
+
+
+def between(one: Mapping[str, Any]) -> str:
+    """The interval of a comparison; nothing where there were too few runs for one."""
+    return f" ({one['low']:+.0%} to {one['high']:+.0%})" if one.get("low") is not None else ""
 
 
 def starts() -> Iterator[str]:
