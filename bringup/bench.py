@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ LOW_ACCEPT_PERCENT = 60.0
 """Runs below it are the low tail of acceptance that the second source counts."""
 WARM_UP_STEP = 0.05
 WARM_UP_MOST = 5
+FEW_VALUES = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+"""How much too small the median deviation of so many values is."""
 DRIFT_STEP = 0.03
 DRIFT_CHANCE = 0.01
 """A trend that chance makes more often than once in a hundred series is none."""
@@ -246,12 +248,20 @@ def warm_up_runs(values: Sequence[float]) -> int:
     for cut in range(min(WARM_UP_MOST, len(values) // 2) + 1):
         rest = values[cut + 1 :]
         if len(rest) < FEWEST_FOR_INTERVAL:
-            return 0
-        middle = statistics.median(rest)
-        spread = 1.4826 * statistics.median([abs(value - middle) for value in rest])
+            # Too few to judge this one by; those before it were.
+            return cut
+        middle, spread = statistics.median(rest), robust_deviation(rest)
         if values[cut] >= middle - max(WARM_UP_STEP * abs(middle), 3 * spread):
             return cut
     return 0
+
+
+def robust_deviation(values: Sequence[float]) -> float:
+    """What the standard deviation would be without outliers: from the median of what each differs from the median, with
+    the correction for few values (Croux and Rousseeuw 1992, table 1)."""
+    middle, count = statistics.median(values), len(values)
+    correction = FEW_VALUES.get(count) or count / (count - 0.8)
+    return float(1.4826 * correction * statistics.median([abs(value - middle) for value in values]))
 
 
 def drift(values: Sequence[float]) -> float:
@@ -300,23 +310,20 @@ class Summary:
         return self.minimum if self.minimum is not None else self.median
 
 
-def summary_of(series: Series, metric: str = "output_tok_s", *, warm_only: bool = False) -> Summary:
-    """The summary of our own runs. Raises ValueError when no run gave a value."""
-    values = series.values(metric, warm_only=warm_only)
-    stats = summarise(values)
-    percents = series.values("accept_percent", warm_only=warm_only)
-    lengths = series.values("accept_length", warm_only=warm_only)
-    return Summary(
+def warm(summary: Summary) -> Summary:
+    """The same of what follows the runs that were warm-up; as it is where there were none, or no single run is kept."""
+    left = summary.values[warm_up_runs(summary.values) :]
+    if left == summary.values:
+        return summary
+    stats = summarise(left)
+    return replace(
+        summary,
         median=stats.median,
         runs=stats.count,
         p10=stats.p10,
         minimum=stats.minimum,
         cv=stats.cv,
-        accept_length=statistics.median(lengths) if lengths else None,
-        accept_percent=statistics.median(percents) if percents else None,
-        low_accept=sum(percent < LOW_ACCEPT_PERCENT for percent in percents),
-        errors=sum(run.errors for run in series.runs),
-        values=values,
+        values=left,
     )
 
 

@@ -3,7 +3,8 @@
 The rule: settings that break a constraint (head-room, stability, errors) are out; of the rest the best lower
 tail wins; among tails that are nearly as good the steadiest; among equally steady ones the highest median;
 then the one that came first, which is the simpler. So 5 % more speed never pays for lost head-room or a bad
-tail.
+tail. What is judged of a load is what follows its warm-up: a setting that is started anew compiles for its first
+batches, and that says nothing of how it serves.
 
 The climb walks one knob at a time and stops when a step makes things worse.
 """
@@ -15,11 +16,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bringup.bench import Summary
+from bringup.bench import Summary, warm
 from bringup.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +79,24 @@ class Candidate:
     free_gib: float | None = None
     failed: str = ""
 
+    @property
+    def warm(self) -> Candidate:
+        """Without the runs that were warm-up."""
+        return replace(self, loads={label: warm(summary) for label, summary in self.loads.items()})
+
+    @property
+    def left_out(self) -> list[str]:
+        """What to say of those runs: a line a load."""
+        counts = {
+            label: (len(one.values) - len(warm(one).values), len(one.values))
+            for label, one in self.loads.items()
+        }
+        return [
+            f"{self.name}: the first {first} of {count} runs at {label} were warm-up and do not count"
+            for label, (first, count) in counts.items()
+            if first
+        ]
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -112,7 +131,7 @@ def pick(candidates: Sequence[Candidate], constraints: Constraints | None = None
     """The candidate to use. Order matters only among equals: the first is the simpler one."""
     limits = constraints or Constraints()
     rejected = {item.name: why for item in candidates if (why := broken(item, limits))}
-    left = [item for item in candidates if item.name not in rejected]
+    left = [item.warm for item in candidates if item.name not in rejected]
     labels = _common_loads(left)
     if not left or not labels:
         why = "no candidate keeps the constraints" if not left else "the candidates have no load in common"
@@ -190,6 +209,7 @@ def next_step(order: Sequence[str], measured: Mapping[str, Candidate], limits: C
 def _clearly_worse(best: Candidate, here: Candidate, limits: Constraints) -> bool:
     if broken(here, limits):
         return True
+    best, here = best.warm, here.warm
     labels = _common_loads([best, here])
     tail = _mean(here, labels, lambda summary: summary.tail) if labels else 0.0
     return tail < _mean(best, labels, lambda summary: summary.tail) * (1 - TAIL_WITHIN) if labels else True
@@ -345,7 +365,7 @@ def as_profile(
     """
     expectations = [
         _expectation(summary, loads[label], source)
-        for label, summary in chosen.loads.items()
+        for label, summary in chosen.warm.loads.items()
         if label in loads
     ]
     entry: dict[str, Any] = {"title": title, "based_on": base}

@@ -124,7 +124,8 @@ def run(
         finally:
             remote.close_all()
         code = Exit.DONE if decision.picked is not None else Exit.GATE
-        finished = runs.finish(record, code, Outcome(), notes=(*record.notes, decision.reason))
+        left_out = [note for one in measured.values() for note in one.left_out]
+        finished = runs.finish(record, code, Outcome(), notes=(*record.notes, decision.reason, *left_out))
         return Tuned(decision, measured, profile, finished, written)
 
 

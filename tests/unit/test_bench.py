@@ -124,14 +124,17 @@ def test_many_requests_count_together_and_errors_count_apart() -> None:
     assert run.errors == 1
 
 
-def test_a_summary_counts_the_low_tail_of_acceptance() -> None:
-    runs = tuple(
-        bench.Run(10, run_at(50).requests, at == 0, accept_length=length, accept_percent=percent)
-        for at, (length, percent) in enumerate([(3.7, 90), (3.8, 93), (2.4, 47)])
+def test_what_is_warm_of_a_summary_is_what_follows_its_first_slow_runs() -> None:
+    values = (20.0, 36.0, 72.0, 74.0, 80.0, 81.0, 75.0, 82.0)
+    whole = bench.Summary(
+        median=74.5, runs=8, p10=31.0, minimum=20.0, cv=0.3, accept_length=3.9, values=values
     )
-    got = bench.summary_of(bench.Series(LOAD, runs))
-    assert (got.runs, got.low_accept, got.accept_length, got.accept_percent) == (3, 1, 3.7, 90)
-    assert bench.summary_of(bench.Series(LOAD, runs), warm_only=True).runs == 2
+    got = bench.warm(whole)
+    assert (got.runs, got.minimum, got.median, got.accept_length) == (6, 72.0, 77.5, 3.9)
+    assert got.values == values[2:]
+    assert bench.warm(got) == got
+    recorded = bench.Summary(median=74.5, runs=8, p10=31.0)
+    assert bench.warm(recorded) == recorded
 
 
 @pytest.mark.parametrize(
