@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bringup import holding, runs
+from bringup import closing, holding, runs
 from bringup.node import kept, light
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,19 +44,22 @@ PARTS = re.compile(r"^\s*from +\.(\w+) +import ", re.MULTILINE)
 
 
 @cache
-def program(name: str) -> str:
-    """The text of a module with all of its library, without what it is asked; kept by what it is made of."""
-    module = (MODULES / f"{name}.py").read_text(encoding="utf-8")
+def program(name: str, *more: str) -> str:
+    """The text of a module with all of its library, without what it is asked; kept by what it is made of. `more`: other
+    modules that it may be asked to go on with."""
+    modules = {f"modules/{one}": (MODULES / f"{one}.py").read_text(encoding="utf-8") for one in (name, *more)}
     texts: dict[str, str] = {}
-    todo = _named(module) | {"nodelock"}
+    todo = {"nodelock"}.union(*map(_named, modules.values()))
     while todo:
         part = todo.pop()
         texts[part] = (NODE / f"{part}.py").read_text(encoding="utf-8")
         todo |= _named(texts[part]) - set(texts)
     first = Path(light.__file__).read_text(encoding="utf-8")
-    parts = [("light", first), (f"modules/{name}", module), *sorted(texts.items())]
+    parts = [("light", first), *modules.items(), *sorted(texts.items())]
     return _kept(
-        name, [_header(), *(f"{part}\0{text}" for part, text in parts)], lambda: _program(name, parts)
+        "+".join((name, *more)),
+        [_header(), *(f"{part}\0{text}" for part, text in parts)],
+        lambda: _program(name, parts),
     )
 
 
@@ -149,10 +152,16 @@ def _named(text: str) -> set[str]:
     return {word for word in {*words, *PARTS.findall(text)} if (NODE / f"{word}.py").is_file()}
 
 
-def call(options: Mapping[str, Any], check: bool, lock: holding.Wanted | None = None) -> str:
-    """The end of a program: what is asked, and how the node is to be held before (`light.held`). Values that JSON has
-    not become text, as Ansible's tagged ones do."""
-    more = {"lock": dict(lock)} if lock else {}
+def call(
+    options: Mapping[str, Any],
+    check: bool,
+    lock: holding.Wanted | None = None,
+    last: Mapping[str, Any] | None = None,
+) -> str:
+    """The end of a program: what is asked, how the node is to be held before, and what to go on with when that changed
+    something (`light.run`). Values that JSON has not become text, as Ansible's tagged ones do."""
+    more: dict[str, Any] = {"lock": dict(lock)} if lock else {}
+    more |= {"last": dict(last)} if last else {}
     request = json.dumps({"options": dict(options), "check": check, **more}, default=str)
     return f"light.run(name, texts, digests, compiled, json.loads({request!r}))\n"
 
@@ -180,6 +189,9 @@ class Carried:
     anything, so that no call of its own is needed for it; `--skip-tags lock` and check mode hold nothing.
     """
 
+    ONE_CALL = False
+    """Whether an action is one call of its module, so that the last call on the node can go along with it."""
+
     def _execute_module(
         self, module_name: Any = None, module_args: Any = None, task_vars: Any = None, **more: Any
     ) -> dict[str, Any]:
@@ -190,8 +202,9 @@ class Carried:
         options = me._task.args if module_args is None else module_args
         lock = self._lock(known) if name not in LOCKS else None
         carried = not (more or me._task.async_val) and me._connection.is_pipelining_enabled(False)
-        if carried and (found := self._asked(name, options, known, lock)):
-            return found
+        last = closing.along(known, lock, me._templar) if carried and self.ONE_CALL else None
+        if carried and (found := self._asked(name, options, known, lock, last)):
+            return closing.parted(found) if last else found
         if lock and (refused := self._held_apart(lock, known)):
             return refused
         given: dict[str, Any] = super()._execute_module(  # type: ignore[misc]
@@ -200,14 +213,20 @@ class Carried:
         return given
 
     def _asked(
-        self, name: str, options: Any, known: Mapping[str, Any], lock: holding.Wanted | None
+        self,
+        name: str,
+        options: Any,
+        known: Mapping[str, Any],
+        lock: holding.Wanted | None,
+        last: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """What the node says; nothing when it has no such Python."""
         me: Any = self
         command = f"{me._compute_environment_string()} {interpreter(known)} -I -S -".strip()
 
         def ask(wanted: holding.Wanted | None) -> dict[str, Any]:
-            text = program(name) + call(options, me._task.check_mode, wanted)
+            text = program(name, *([last["name"]] if last else []))
+            text += call(options, me._task.check_mode, wanted, last)
             done = me._low_level_execute_command(command, in_data=text.encode("utf-8", "surrogateescape"))
             return {} if done["rc"] in NOT_FOUND else answer(name, done["rc"], done["stdout"], done["stderr"])
 

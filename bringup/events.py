@@ -35,6 +35,12 @@ GIVE_BACK = "Lock: give this node back"
 DONE = "bringup_done"
 """Field of a result by which a host is done that was given back by a task of another name."""
 
+LAST = "bringup_last"
+"""Field of a result: what the last call on the host said, which went along with that task (`bringup/closing.py`)."""
+
+STAMP_ROLE = "run_stamp"
+STAMP_TASK = "Write what this node was planned to be and that a run has been here"
+
 NO_ROLE = "play"
 """How tasks outside of any role (gathering facts, a runbook's own tasks) are called."""
 
@@ -170,6 +176,7 @@ class Tally:
         self._errors: list[str] = []
         self._notes: list[str] = []
         self._done: set[str] = set()
+        self._along: dict[str, list[bool]] = {}
         self._stats: Mapping[str, Any] | None = None
         self._first: float | None = None
 
@@ -253,6 +260,11 @@ class Tally:
             self._changes.append(
                 Change(str(data.get("host", "")), _role_name(data), _task_name(data), diff_of(result))
             )
+        if LAST in result:
+            # Ansible's own numbers know one task.
+            along = self._along.setdefault(str(data.get("host", "")), [])
+            along.append(bool(result[LAST].get("changed")))
+            self._on_ok({**data, "role": STAMP_ROLE, "task": STAMP_TASK, "res": result[LAST]})
 
     def _on_skipped(self, data: Mapping[str, Any]) -> None:
         self._finished(data).skipped += 1
@@ -357,9 +369,10 @@ class Tally:
             )
             for role, one in self._roles.get(name, {}).items()
         }
+        along = self._along.get(name, []) if self._stats is not None else []
         return HostOutcome(
-            ok=self._stat("ok", name, sum(role.ok for role in roles.values())),
-            changed=self._stat("changed", name, sum(role.changed for role in roles.values())),
+            ok=self._stat("ok", name, sum(role.ok for role in roles.values())) + len(along),
+            changed=self._stat("changed", name, sum(role.changed for role in roles.values())) + sum(along),
             failed=self._stat("failures", name, sum(failure.kind == "failed" for failure in mine)),
             skipped=self._stat("skipped", name, sum(role.skipped for role in roles.values())),
             unreachable=any(failure.kind == "unreachable" for failure in mine),

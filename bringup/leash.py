@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 # Ansible imports actions in each fork; what ours stand on is there before.
-from bringup import carrying, events, runs, seal  # noqa: F401
+from bringup import carrying, closing, events, narrowing, runs, seal  # noqa: F401
 from bringup.node import light
 
 TOLD = "told.json"
@@ -34,6 +34,9 @@ COLLECT_EVERY = 50_000
 
 AHEAD = ("run_stamp", "node_parts", "node_facts", "node_files", "node_units", "engine_servers", "model_store")
 """Modules of nearly every run: their programs are ready before the first fork."""
+
+AHEAD_OF_LAST = ("node_parts",)
+"""Those that the last call on a node goes along with."""
 
 LOOK_EVERY_S = 0.005
 TOLD_LIMIT_S = 3600.0
@@ -93,6 +96,8 @@ def main(words: list[str]) -> None:
     remember()
     for name in AHEAD:
         carrying.program(name)
+    for name in AHEAD_OF_LAST:
+        carrying.program(name, narrowing.STAMP)
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)

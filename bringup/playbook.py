@@ -567,7 +567,12 @@ def _written(job: Job, private: Path) -> Path:
     plays = yamlfile.read_yaml(job.playbook)
     path = private / job.playbook.name
     # JSON is YAML, and its writer is quick.
-    runs.write_private(path, json.dumps(narrowing.narrowed(plays, job.tags.split(","))))
+    left = narrowing.narrowed(
+        plays,
+        job.tags.split(","),
+        lambda role, part: yamlfile.read_yaml(ROOT / "roles" / role / part / "main.yml"),
+    )
+    runs.write_private(path, json.dumps(left))
     return path
 
 

@@ -33,7 +33,13 @@ MARK = "bringup-answer: "
 HELD = "bringup_held"
 """Field of an answer: how the node came to be held for the run, and the other run that holds or held it."""
 
+LAST = "bringup_last"
+"""Field of an answer: what the module said that was gone on with."""
+
 NOT_HELD = ("refused", "closed")
+
+ROLE = "BRINGUP_ROLE"
+"""As in `seal`."""
 
 HIDDEN = "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER"
 YES = ("y", "yes", "on", "1", "true", "t", "1.0")
@@ -164,6 +170,8 @@ class AnsibleModule:
 
     request: Mapping[str, Any] = {}
     held: Mapping[str, Any] = {}
+    first: Mapping[str, Any] = {}
+    """What the module before this one said, whose answer is not told yet."""
 
     def __init__(
         self, argument_spec: Mapping[str, Mapping[str, Any]], supports_check_mode: bool = False
@@ -196,8 +204,22 @@ class AnsibleModule:
 
     def _end(self, result: Mapping[str, Any], code: int) -> NoReturn:
         more = {"warnings": self._warnings} if self._warnings else {}
-        say(without({**result, **more}, self._hidden))
+        answer = without({**result, **more}, self._hidden)
+        if self.first:
+            failure = {"failed": True, "msg": answer["msg"]} if code else {}
+            answer = {**self.first, **failure, LAST: answer}
+        elif self.request.get("last") and answer.get("changed") and not code:
+            raise GoOn(answer)
+        say(answer)
         raise SystemExit(code)
+
+
+class GoOn(SystemExit):
+    """Ends a module whose answer is told with that of the next one."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        super().__init__(0)
+        self.answer = answer
 
 
 def say(result: Mapping[str, Any]) -> None:
@@ -273,8 +295,13 @@ def run(
     compiled: Callable[[str, str, str], types.CodeType],
     request: Mapping[str, Any],
 ) -> None:
-    """Runs the module `name` (`modules/NAME` of `texts`, which has its library too); ends the process. `compiled`:
-    text, path and digest -> code (`bringup/node/kept.py`)."""
+    """Runs the module `name` (`modules/NAME` of `texts`, which has its library too), and where that changed something
+    the one that is to be gone on with (`last`: name, options); ends the process. `compiled`: text, path and digest ->
+    code (`bringup/node/kept.py`)."""
+
+    def play(part: str) -> None:
+        exec(compiled(texts[part], f"/bringup/{part}.py", digests[part]), {"__name__": "__main__"})  # noqa: S102
+
     AnsibleModule.request = request
     provide(texts, lambda part, path: compiled(texts[part], path, digests[part]))
     part = f"modules/{name}"
@@ -287,12 +314,21 @@ def run(
             if how["how"] in NOT_HELD:
                 say({"failed": True, "changed": False, "msg": "the node is not held for this run"})
                 raise SystemExit(1)
-        exec(compiled(texts[part], f"/bringup/{part}.py", digests[part]), {"__name__": "__main__"})  # noqa: S102
+        try:
+            play(part)
+        except GoOn as done:
+            last = request["last"]
+            name, part = last["name"], f"modules/{last['name']}"
+            AnsibleModule.first, AnsibleModule.request = done.answer, {"options": last["options"]}
+            # What it owns is its own role's.
+            os.environ[ROLE] = name
+            play(part)
     except Exception as error:
         import traceback
 
         frames = traceback.extract_tb(error.__traceback__)
         last = next((one for one in reversed(frames) if one.filename.startswith("/bringup/")), frames[-1])
         msg = f"{name}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        say({"failed": True, "changed": False, "msg": msg, "exception": traceback.format_exc()})
+        failed = {"failed": True, "msg": msg, "exception": traceback.format_exc()}
+        say({"changed": False, **AnsibleModule.first, **failed})
         raise SystemExit(1) from None

@@ -22,6 +22,7 @@ class ActionModule(Carried, ActionBase):
     """The module's result."""
 
     _supports_check_mode = True
+    ONE_CALL = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """The module's result, without its options in it."""

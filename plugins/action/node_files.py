@@ -29,6 +29,7 @@ class ActionModule(Carried, ActionBase):
     variable) become entries with what the vault's variable of that name holds."""
 
     _supports_check_mode = True
+    ONE_CALL = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """The module's result, without the files' texts in it."""

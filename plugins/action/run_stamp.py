@@ -5,7 +5,6 @@ In a play whose modules hold the node (`node_lock_along`) all of that is one cal
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from bringup import events, seal  # noqa: E402 (the checkout must be on the path first)
+from bringup import closing  # noqa: E402 (the checkout must be on the path first)
 from bringup.carrying import Carried  # noqa: E402
 
 
@@ -32,13 +31,9 @@ class ActionModule(Carried, ActionBase):
         options = dict(self._task.args)
         lock = self._lock(known)
         if lock is not None:
-            wanted = seal.of_run(os.environ.get("BRINGUP_RUN_ID", "")).get(
-                str(known.get("inventory_hostname")), {}
-            )
-            options["give_back"] = {"token": lock["holder"]["token"], **seal.for_node(wanted)}
+            options["give_back"] = closing.give_back(known, lock)
         answer = self._execute_module(module_args=options, task_vars=known)
         answer.pop("invocation", None)
         if lock is not None and not answer.get("failed"):
-            answer[events.DONE] = True
-            answer["bringup_notes"] = [*answer.get("bringup_notes", ()), *seal.notes_of(answer)]
+            answer |= closing.said(answer)
         return {**result, **answer}

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 
-from bringup import ROOT, carrying
+from bringup import ROOT, carrying, closing, narrowing
 from bringup.node import kept, light
 
 MODULES = sorted(path.stem for path in (ROOT / "plugins" / "modules").glob("*.py"))
 CARRIED = [name for name in MODULES if "def main(" in (carrying.MODULES / f"{name}.py").read_text()]
 
 
-def asked(name: str, options: dict[str, Any], check: bool = True) -> dict[str, Any]:
+def asked(
+    name: str, options: dict[str, Any], check: bool = True, last: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What a module answers on this machine, sent as it is to a node."""
-    text = carrying.program(name) + carrying.call(options, check)
+    text = carrying.program(name) + carrying.call(options, check, last=last)
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
@@ -104,6 +106,44 @@ def test_a_module_does_its_work_and_its_answer_is_found_among_what_else_was_said
     assert not (tmp_path / "file").exists(), "it is check mode"
     noise = f"a banner\n{light.MARK}{json.dumps(answer)}\ngoodbye"
     assert carrying.answer("node_files", 0, noise, "") == answer
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ("new", "also new", {"changed": True, "last changed": True, "failed": False}),
+        ("new", "old", {"changed": True, "last changed": False, "failed": False}),
+        # Nothing was changed: what would have come along comes by itself.
+        ("old", "also new", {"changed": False, "last changed": None, "failed": False}),
+        ("new", None, {"changed": True, "last changed": False, "failed": True}),
+        (None, "also new", {"changed": False, "last changed": None, "failed": True}),
+    ],
+)
+def test_a_program_goes_on_with_another_module_only_where_the_first_changed_something(
+    first: str | None, then: str | None, said: dict[str, Any], tmp_path: Path
+) -> None:
+    def options(name: str, content: str | None) -> dict[str, Any]:
+        if content is None:
+            return {"entries": [{"path": str(tmp_path / name), "state": "nonsense"}]}
+        return {"entries": [{"path": str(tmp_path / name), "content": content}]}
+
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("old")
+    last = {"name": "node_files", "options": options("two", then)}
+    answer = asked("node_files", options("one", first), check=False, last=last)
+    told = answer.get(light.LAST)
+    assert said == {
+        "changed": answer["changed"],
+        "last changed": told["changed"] if told else None,
+        "failed": bool(answer.get("failed")),
+    }
+    assert (tmp_path / "one").read_text() == ("new" if said["changed"] else "old")
+    assert (tmp_path / "two").read_text() == (then if said["last changed"] else "old")
+    assert ("nonsense" in answer.get("msg", "")) is said["failed"]
+    if told and not said["failed"]:
+        assert closing.parted(answer)["add_group"] == narrowing.DONE_GROUP
+    else:
+        assert "add_group" not in closing.parted(answer)
 
 
 def test_a_module_that_breaks_says_where_and_one_that_says_nothing_is_a_failure() -> None:

@@ -126,3 +126,23 @@ def test_secrets_in_data_go_by_their_name_however_deep() -> None:
         "extra": {"vault_api_key": "***", "deep": [{"password": "***", "port": 8000}]},
         "max_tokens": 5,
     }
+
+
+def test_a_last_call_that_went_along_counts_as_the_role_it_is() -> None:
+    tally = events.Tally()
+    said = {"before": "a\n", "after": "b\n", "before_header": "plan", "after_header": "plan"}
+    last = {"changed": True, "diff": said, "stamp": "/var/lib/bringup/runs/x"}
+    result = {"changed": True, events.DONE: True, events.LAST: last}
+    data = {"host": "one", "role": "scheduled_restart", "task": "Write timers", "res": result}
+    tally.feed({"event": "runner_on_ok", "event_data": data})
+    unfinished = tally.outcome()
+    tally.feed({"event": "playbook_on_stats", "event_data": {"ok": {"one": 1}, "changed": {"one": 1}}})
+    for outcome in (unfinished, tally.outcome()):
+        host = outcome.hosts["one"]
+        assert (host.ok, host.changed, host.done) == (2, 2, True)
+        assert {name: (role.ok, role.changed) for name, role in host.roles.items()} == {
+            "scheduled_restart": (1, 1),
+            "run_stamp": (1, 1),
+        }
+        assert [change.role for change in outcome.changes] == ["scheduled_restart", "run_stamp"]
+        assert "-a" in outcome.changes[1].diff
