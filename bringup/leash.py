@@ -10,6 +10,7 @@ collector of garbage, which would otherwise touch, and so copy, all of it in eve
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import hashlib
@@ -18,10 +19,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Ansible imports actions in each fork; what ours stand on is there before.
 from bringup import carrying, closing, events, narrowing, runs, seal  # noqa: F401
@@ -37,6 +38,9 @@ AHEAD = ("run_stamp", "node_parts", "node_facts", "node_files", "node_units", "e
 
 AHEAD_OF_LAST = ("node_parts",)
 """Those that the last call on a node goes along with."""
+
+USED = {"connection": ("ssh", "local"), "shell": ("sh",), "become": ("sudo",)}
+"""Plugins of Ansible's that inventories use; others are loaded when one uses them."""
 
 LOOK_EVERY_S = 0.005
 TOLD_LIMIT_S = 3600.0
@@ -76,6 +80,42 @@ def remember() -> None:
     finder._meta_yml_to_dict = kept
 
 
+def prepare() -> None:
+    """Loads what every run needs of Ansible's plugins while nothing is told yet.
+
+    Ansible itself loads all connections, shells and ways to become at every start, to know their settings (paramiko's
+    among them, and all of paramiko with it). What is used is loaded when it is used, as one of a collection is, which
+    is never among them; so only what our inventories use is loaded here.
+    """
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.plugins import loader
+    from ansible.template import Templar, trust_as_template
+
+    for kind, names in USED.items():
+        _only(getattr(loader, f"{kind}_loader"), names)
+    list(loader.callback_loader.all(class_only=True))
+    for name in AHEAD:
+        loader.action_loader.get(name, class_only=True)
+    loader.strategy_loader.get("linear", class_only=True)
+    # The first template compiles as much of Jinja as a run takes.
+    Templar(DataLoader(), variables={"hosts": []}).template(
+        trust_as_template("{{ hosts | default([]) | length }}")
+    )
+
+
+def _only(plugins: Any, names: Sequence[str]) -> None:
+    """Has a loader's classes of all plugins be those of these."""
+    every = plugins.all
+
+    def found(*arguments: Any, **options: Any) -> Any:
+        if options == {"class_only": True} and not arguments:
+            return iter([plugins.get(name, class_only=True) for name in names])
+        return every(*arguments, **options)
+
+    plugins.all = found
+    found(class_only=True)
+
+
 def told(path: Path) -> dict[str, Any]:
     """`argv` and `environment`, once they are there."""
     begun = time.monotonic()
@@ -94,6 +134,7 @@ def main(words: list[str]) -> None:
     from ansible.cli.playbook import PlaybookCLI
 
     remember()
+    prepare()
     for name in AHEAD:
         carrying.program(name)
     for name in AHEAD_OF_LAST:
@@ -105,7 +146,19 @@ def main(words: list[str]) -> None:
     if play["argv"]:
         os.environ.update(play["environment"])
         sys.argv = play["argv"]
-        PlaybookCLI.cli_executor(play["argv"])
+        try:
+            PlaybookCLI.cli_executor(play["argv"])
+        except SystemExit as ended:
+            leave(ended.code)
+
+
+def leave(code: object) -> NoReturn:
+    """Ends at once, with what was registered for the end: to take all of Ansible's objects apart takes longer than a
+    short play."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":
