@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from bringup import ROOT, fleet, handed, inventory, runs
 from bringup.errors import Problem
 
 if TYPE_CHECKING:
+    from bringup.inventory import Host
     from bringup.planned import Plan
 
 FOLDER = ROOT / ".cache" / "plans"
@@ -61,22 +62,48 @@ class KnownHost:
 
 @dataclass(frozen=True)
 class Known:
-    """An inventory's plan as a run needs it. `inputs`: host -> role -> digest of what goes into it when a run adds no
-    variables of its own; `idle`: host -> roles that have nothing to do; `lacking`: why it cannot be provisioned;
-    `reached`: how each host is reached (None: that must be asked each time); `at`: the file with the role variables.
+    """An inventory's plan as a run needs it. `lacking`: why it cannot be provisioned; `reached`: how each host is
+    reached (None: that must be asked each time); `head`: where it is kept (None: nowhere); `said`: what was read back
+    from there; None: it was worked out now, with `worked_out` as the roles' variables.
     """
 
     inventory: str
     folder: Path
     digest: str
     hosts: tuple[KnownHost, ...]
-    inputs: Mapping[str, Mapping[str, str]]
-    idle: Mapping[str, tuple[str, ...]]
     lacking: tuple[Problem, ...]
     reached: tuple[fleet.Host, ...] | None
-    at: Path | None = None
-    worked_out: Mapping[str, Mapping[str, Any]] | None = None
-    is_new: bool = False
+    head: Path | None = None
+    said: Mapping[str, Any] | None = None
+    worked_out: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_new(self) -> bool:
+        """Was it worked out now?"""
+        return self.said is None
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Mapping[str, str]]:
+        """Host -> role -> digest of what goes into it when a run adds no variables of its own. Worked out when it is
+        asked for: nodes may be looked at meanwhile."""
+        if self.said is not None:
+            return dict(self.said["inputs"])
+        from bringup import seal
+
+        return seal.inputs(self.variables, self._intended, self.folder, {})
+
+    @cached_property
+    def idle(self) -> Mapping[str, tuple[str, ...]]:
+        """Host -> roles that have nothing to do."""
+        if self.said is not None:
+            return {name: tuple(roles) for name, roles in self.said["idle"].items()}
+        from bringup import seal
+
+        return seal.idle(self.variables, self._intended)
+
+    @cached_property
+    def _intended(self) -> Sequence[Host]:
+        return inventory.read(str(self.folder)).hosts
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -86,19 +113,26 @@ class Known:
     @cached_property
     def variables(self) -> Mapping[str, Mapping[str, Any]]:
         """Variables of roles, by host."""
-        if self.worked_out is not None:
+        if self.said is None or self.head is None:
             return self.worked_out
-        assert self.at is not None
-        found: Mapping[str, Mapping[str, Any]] = json.loads(self.at.read_text(encoding="utf-8"))["hosts"]
+        found: Mapping[str, Mapping[str, Any]] = json.loads(_beside(self.head).read_text(encoding="utf-8"))[
+            "hosts"
+        ]
         return found
 
     def hand_over(self, path: Path) -> None:
         """Puts a file for `bringup.handed` at `path`."""
-        if self.at is not None:
+        if self.said is not None and self.head is not None:
             with suppress(OSError):
-                os.link(self.at, path)
+                os.link(_beside(self.head), path)
                 return
         runs.write_private(path, handed.text(self.folder, self.variables))
+
+    def keep(self) -> None:
+        """Writes down what was worked out, to be read back."""
+        if self.said is None and self.head is not None:
+            with suppress(OSError):
+                _write(self.head, self)
 
     def reach(self, names: Sequence[str]) -> list[fleet.Host]:
         """How each of the named hosts is reached. Raises UsageError for one that is not there."""
@@ -108,22 +142,21 @@ class Known:
         return [by_name[name] for name in names]
 
 
-def load(name_or_path: str, before: Callable[[Path], None] | None = None) -> Known:
-    """The plan of an inventory, by name or folder. `before` is called with its folder when the plan must be worked out.
-    Raises UsageError with every problem of intent and catalog."""
+def load(name_or_path: str, before: Callable[[Path], None] | None = None, *, keep: bool = True) -> Known:
+    """The plan of an inventory, by name or folder. `before` is called with its folder when the plan must be worked out;
+    `keep`: it is kept then (else `Known.keep` does). Raises UsageError with every problem of intent and catalog."""
     folder = inventory.folder_of(name_or_path)
     if (folder / TWINS).is_file():
-        return _worked_out(folder)
-    digest = digest_of(folder)
-    head = FOLDER / f"{_slug(folder)}-{digest}.json"
+        return _worked_out(folder, None)
+    head = FOLDER / f"{_slug(folder)}-{digest_of(folder)}.json"
     try:
         return _read(head, folder)
     except (OSError, ValueError, KeyError, TypeError):
         if before is not None:
             before(folder)
-        found = _worked_out(folder)
-        with suppress(OSError):
-            _write(head, found)
+        found = _worked_out(folder, head)
+        if keep:
+            found.keep()
         return found
 
 
@@ -159,27 +192,22 @@ def _slug(folder: Path) -> str:
     return f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
 
 
-def _worked_out(folder: Path) -> Known:
-    from bringup import inventory as inventories
+def _worked_out(folder: Path, head: Path | None) -> Known:
     from bringup import plan as plans
-    from bringup import rolevars, seal
+    from bringup import rolevars
 
     plan = plans.load(str(folder))
-    variables = rolevars.of_plan(plan)
-    hosts = inventories.read(str(folder)).hosts
     return Known(
         inventory=plan.inventory,
         folder=folder,
         digest=plan.digest,
         hosts=_hosts(plan),
-        inputs=seal.inputs(variables, hosts, folder, {}),
-        idle=seal.idle(variables, hosts),
         lacking=tuple(plans.unprovisionable(plan)),
         reached=None
         if fleet.is_templated(folder)
-        else tuple(fleet.hosts_of(str(folder), [one.name for one in hosts])),
-        worked_out=variables,
-        is_new=True,
+        else tuple(fleet.hosts_of(str(folder), [host.name for host in plan.hosts])),
+        head=head,
+        worked_out=rolevars.of_plan(plan),
     )
 
 
@@ -200,8 +228,7 @@ def _beside(head: Path) -> Path:
 def _write(head: Path, found: Known) -> None:
     """The variables first: a head that is there has them beside it."""
     FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
-    assert found.worked_out is not None
-    runs.write_private(_beside(head), handed.text(found.folder, found.worked_out))
+    runs.write_private(_beside(head), handed.text(found.folder, found.variables))
     data = {
         "schema_version": SCHEMA_VERSION,
         **{name: getattr(found, name) for name in ("inventory", "digest", "inputs", "idle")},
@@ -222,8 +249,7 @@ def _write(head: Path, found: Known) -> None:
 
 def _read(head: Path, folder: Path) -> Known:
     data = json.loads(head.read_text(encoding="utf-8"))
-    at = _beside(head)
-    if data["schema_version"] != SCHEMA_VERSION or not at.is_file():
+    if data["schema_version"] != SCHEMA_VERSION or not _beside(head).is_file():
         raise ValueError(head)
     reached = data["reached"]
     return Known(
@@ -231,11 +257,10 @@ def _read(head: Path, folder: Path) -> Known:
         folder=folder,
         digest=data["digest"],
         hosts=tuple(_host(one) for one in data["hosts"]),
-        inputs=data["inputs"],
-        idle={name: tuple(roles) for name, roles in data["idle"].items()},
         lacking=tuple(Problem(**one) for one in data["lacking"]),
         reached=None if reached is None else tuple(map(fleet.of_data, reached)),
-        at=at,
+        head=head,
+        said={name: dict(data[name]) for name in ("inputs", "idle")},
     )
 
 

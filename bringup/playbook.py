@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,7 @@ def run(
     seen = view or progress.choose()
     path = playbook_path(playbook)
     with players.Ahead(path) as ahead:
-        plan = known.load(inventory, before=ahead.begin)
+        plan = known.load(inventory, before=ahead.begin, keep=False)
         check_limit(plan, limit)
         if playbook == "provision" and tags != "preflight":
             check_complete(plan)
@@ -168,6 +169,8 @@ def _recorded(
     try:
         prepare(plan, job, seen)
         left = look_at_seals(record, job, plan, seen)
+        if left.job is None:
+            plan.keep()
         played = play(left.job, record.folder, seen, caught, begun) if left.job else NOTHING_PLAYED
         outcome = with_sealed(played.outcome, left)
         code = code_of(played, check=job.check) if left.job else Exit.DONE
@@ -298,28 +301,38 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Known, seen: progress.
     if job.check:
         return Left(job)
     names = fleet.matching(plan.groups, job.limit)
-    wanted = {
-        host: {role: digest for role, digest in roles.items() if _is_selected(role, job)}
-        for host, roles in sealcheck.inputs(plan, job.extra).items()
-        if host in names
-    }
     if job.playbook != playbook_path("provision"):
+        wanted = _wanted(job, plan, names)
         # Of a runbook's roles those are sealed that recorded something, unless it plays all of them.
         all_of_them = "import_playbook: ../provision.yml" in job.playbook.read_text(encoding="utf-8")
         seal.write_run(record.folder, wanted, wanted if all_of_them else {})
         return Left(job)
-    idle = _idle(job, plan, names)
     if not job.trusting:
+        wanted = _wanted(job, plan, names)
         seal.write_run(record.folder, wanted, wanted)
-        return Left(_narrowed(job, wanted, {}, idle))
+        return Left(_narrowed(job, wanted, {}, _idle(job, plan, names)))
     asked = sealcheck.Asked(plan.reach(names))
-    with progress.waiting(asked.__str__, seen):
+    with progress.waiting(asked.__str__, seen), ThreadPoolExecutor(1, thread_name_prefix="seals") as beside:
         # Where the plan is another, most likely something is played: then Ansible has these connections already.
-        verdicts = sealcheck.verdicts(asked, quick=not plan.is_new)
+        answers = beside.submit(sealcheck.verdicts, asked, quick=not plan.is_new)
+        # Meanwhile.
+        wanted, idle = _wanted(job, plan, names), _idle(job, plan, names)
+        verdicts = answers.result()
     due = seal.due(verdicts, wanted)
     seal.write_run(record.folder, wanted, due)
     sealed = {host: tuple(role for role in wanted[host] if role not in due[host]) for host in names}
     return Left(_narrowed(job, due, sealed, idle), sealed, seal.notes(verdicts, due))
+
+
+def _wanted(job: Job, plan: Known, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Host -> role that the run's tags pick -> digest of what goes into it."""
+    from bringup import sealcheck
+
+    return {
+        host: {role: digest for role, digest in roles.items() if _is_selected(role, job)}
+        for host, roles in sealcheck.inputs(plan, job.extra).items()
+        if host in names
+    }
 
 
 def _idle(job: Job, plan: Known, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -384,6 +397,9 @@ def play(
     player = begun or players.begin(job.playbook, job.inventory)
     thread, inbox, private = player.thread, player.inbox, player.private
     player.told(_argv(job, private), _environment(job, folder.name, private))
+    if job.plan is not None:
+        # Ansible is on its way.
+        job.plan.keep()
     tally = events.Tally()
     output: list[str] = []
     stop = _Stop(caught)

@@ -115,7 +115,8 @@ def test_nothing_that_a_plan_reads_lies_outside_of_what_its_digest_covers() -> N
         from bringup import known, fleet
         sys.addaudithook(watch)
         for name in sys.argv[1:]:
-            known._worked_out(known.inventory.folder_of(name))
+            found = known._worked_out(known.inventory.folder_of(name), None)
+            assert found.inputs and found.idle
         print(json.dumps(sorted(seen)))
     """)
     names = [

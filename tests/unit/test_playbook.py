@@ -196,7 +196,7 @@ def test_an_unknown_playbook_is_named_with_the_nearest_known_one() -> None:
 
 def test_a_limit_that_names_nothing_is_refused_before_anything_runs() -> None:
     host = KnownHost("h20-01", ("gpu",), ())
-    plan = Known("h20", Path("h20"), "digest", (host,), {}, {}, (), None)
+    plan = Known("h20", Path("h20"), "digest", (host,), (), None)
     playbook.check_limit(plan, "gpu")
     with pytest.raises(UsageError) as caught:
         playbook.check_limit(plan, "h20-1")
