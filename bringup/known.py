@@ -64,7 +64,8 @@ class KnownHost:
 class Known:
     """An inventory's plan as a run needs it. `lacking`: why it cannot be provisioned; `reached`: how each host is
     reached (None: that must be asked each time); `head`: where it is kept (None: nowhere); `said`: what was read back
-    from there; None: it was worked out now, with `worked_out` as the roles' variables.
+    from there; None: it was worked out now, with `worked_out` as the roles' variables; `is_other`: it is not the plan
+    that the inventory had before.
     """
 
     inventory: str
@@ -76,6 +77,7 @@ class Known:
     head: Path | None = None
     said: Mapping[str, Any] | None = None
     worked_out: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_other: bool = True
 
     @property
     def is_new(self) -> bool:
@@ -143,21 +145,26 @@ class Known:
 
 
 def load(name_or_path: str, before: Callable[[Path], None] | None = None, *, keep: bool = True) -> Known:
-    """The plan of an inventory, by name or folder. `before` is called with its folder when the plan must be worked out;
-    `keep`: it is kept then (else `Known.keep` does). Raises UsageError with every problem of intent and catalog."""
+    """The plan of an inventory, by name or folder. `before` is called with its folder when the plan is another than the
+    last one; `keep`: one that must be worked out is kept (else `Known.keep` does). Raises UsageError with every problem
+    of intent and catalog."""
     folder = inventory.folder_of(name_or_path)
     if (folder / TWINS).is_file():
         return _worked_out(folder, None)
     head = FOLDER / f"{_slug(folder)}-{digest_of(folder)}.json"
-    try:
-        return _read(head, folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        if before is not None:
-            before(folder)
-        found = _worked_out(folder, head)
-        if keep:
-            found.keep()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = _read(head, folder, is_other=head != _last(folder))
+        if found.is_other:
+            os.utime(head)
+            if before is not None:
+                before(folder)
         return found
+    if before is not None:
+        before(folder)
+    found = _worked_out(folder, head)
+    if keep:
+        found.keep()
+    return found
 
 
 def digest_of(folder: Path) -> str:
@@ -237,17 +244,25 @@ def _write(head: Path, found: Known) -> None:
         "reached": None if found.reached is None else [dataclasses.asdict(one) for one in found.reached],
     }
     runs.write_private(head, json.dumps(data))
-    ours = [
-        path
-        for path in FOLDER.glob(f"{_slug(found.folder)}-*.json")
-        if not path.name.endswith(".variables.json")
-    ]
-    for old in sorted(ours, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+    for old in _heads(found.folder)[:-KEPT]:
         old.unlink(missing_ok=True)
         _beside(old).unlink(missing_ok=True)
 
 
-def _read(head: Path, folder: Path) -> Known:
+def _heads(folder: Path) -> list[Path]:
+    """Plans of an inventory that are kept, the one used last at the end."""
+    found = (
+        path for path in FOLDER.glob(f"{_slug(folder)}-*.json") if not path.name.endswith(".variables.json")
+    )
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _last(folder: Path) -> Path | None:
+    found = _heads(folder)
+    return found[-1] if found else None
+
+
+def _read(head: Path, folder: Path, is_other: bool) -> Known:
     data = json.loads(head.read_text(encoding="utf-8"))
     if data["schema_version"] != SCHEMA_VERSION or not _beside(head).is_file():
         raise ValueError(head)
@@ -261,6 +276,7 @@ def _read(head: Path, folder: Path) -> Known:
         reached=None if reached is None else tuple(map(fleet.of_data, reached)),
         head=head,
         said={name: dict(data[name]) for name in ("inputs", "idle")},
+        is_other=is_other,
     )
 
 

@@ -36,7 +36,7 @@ COLLECT_EVERY = 50_000
 AHEAD = ("run_stamp", "node_parts", "node_facts", "node_files", "node_units", "engine_servers", "model_store")
 """Modules of nearly every run: their programs are ready before the first fork."""
 
-AHEAD_OF_LAST = ("node_parts",)
+AHEAD_OF_LAST = ("node_parts", "node_files")
 """Those that the last call on a node goes along with."""
 
 USED = {"connection": ("ssh", "local"), "shell": ("sh",), "become": ("sudo",)}

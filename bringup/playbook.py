@@ -314,7 +314,7 @@ def look_at_seals(record: runs.RunRecord, job: Job, plan: Known, seen: progress.
     asked = sealcheck.Asked(plan.reach(names))
     with progress.waiting(asked.__str__, seen), ThreadPoolExecutor(1, thread_name_prefix="seals") as beside:
         # Where the plan is another, most likely something is played: then Ansible has these connections already.
-        answers = beside.submit(sealcheck.verdicts, asked, quick=not plan.is_new)
+        answers = beside.submit(sealcheck.verdicts, asked, quick=not plan.is_other)
         # Meanwhile.
         wanted, idle = _wanted(job, plan, names), _idle(job, plan, names)
         verdicts = answers.result()

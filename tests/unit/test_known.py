@@ -63,6 +63,26 @@ def test_any_change_of_the_inventory_is_seen(site: Path) -> None:
     assert "lab-09" not in before.groups
 
 
+def test_a_plan_that_is_not_the_one_before_is_said_to_be_another(site: Path) -> None:
+    """So that Ansible is started ahead: most likely something is to be played."""
+    hosts = site / "hosts.yml"
+    begun: list[Path] = []
+    text = hosts.read_text()
+    for number, (content, is_new, is_other) in enumerate(
+        [
+            (text, True, True),
+            (text, False, False),
+            (text.replace("lab-01", "lab-09"), True, True),
+            (text, False, True),
+            (text, False, False),
+        ]
+    ):
+        hosts.write_text(content)
+        found = known.load(str(site), before=begun.append)
+        assert (found.is_new, found.is_other) == (is_new, is_other), number
+    assert begun == [site] * 3
+
+
 def test_another_ansible_is_seen(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known.load(str(site))
     monkeypatch.setattr(known, "version", lambda name: "0.0")

@@ -74,7 +74,7 @@ class Bench:
                 if name in self.cannot:
                     continue
                 try:
-                    field.set(number, net, changed=False)
+                    field.set(number, net)
                     field.contender(name)
                 except CannotRun as why:
                     self.cannot[name] = str(why)
@@ -88,7 +88,7 @@ class Bench:
 
     def warm(self, field: Field) -> None:
         """What an operator has done before in a checkout: looked at the plan, which is not measured."""
-        field.set(1, "fast", changed=False)
+        field.set(1, "fast")
         ours = field.contender("bringup")
         words = [ours.words[0], "plan", *ours.words[2:]]
         subprocess.run(
@@ -116,7 +116,8 @@ class Bench:
 
     def one(self, field: Field, name: str, number: int, net: str, repeat: int, which: str) -> None:
         """One run, measured and checked, as a line."""
-        field.set(number, net, changed=which == "one")
+        # One that nobody has had before: a plan that was worked out once is read back.
+        field.set(number, net, changed=repeat + 1 if which == "one" else 0)
         one = field.contender(name)
         controller = self.groups[0]
         # Whatever the run before left behind (connections that stay, sessions): every run connects anew.
@@ -137,7 +138,7 @@ class Bench:
             raise Void(
                 f"{name}, {which} run on {number} hosts: exit {code}, {changed} changed:\n{said[-3000:]}"
             )
-        self.same(name, number, which)
+        self.same(name, number, f"one {repeat}" if which == "one" else "first")
         row: dict[str, Any] = {
             "session": self.session,
             "commit": field.commit,
@@ -153,19 +154,18 @@ class Bench:
         report.add(row)
         say(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("session", "commit")))
 
-    def same(self, name: str, number: int, which: str) -> None:
+    def same(self, name: str, number: int, state: str) -> None:
         """Every contender leaves the same trees. Raises Void with the paths that differ."""
         found = {
             host: tree.lines(self.hosts.uppers / host / "up", self.hosts.root)
             for host in self.hosts.names(number)
         }
-        state = "one" if which == "one" else "first"
         other, expected = self.trees.setdefault((number, state), (name, found))
         for host, lines in found.items():
             differing = sorted(set(lines.items()) ^ set(expected[host].items()))
             if differing:
                 text = "\n".join(f"{path}: {now}" for path, now in differing[:SHOWN])
-                raise Void(f"{host} is not the same after {name} ({which}) and after {other}:\n{text}")
+                raise Void(f"{host} is not the same after {name} ({state}) and after {other}:\n{text}")
 
 
 def played(one: Contender) -> dict[str, Any]:

@@ -86,10 +86,10 @@ class Field:
         self.commit = product.make(folder / "checkout", workload.THINGS, digests, {}, {})
         self.names: list[str] = []
 
-    def set(self, number: int, net: str, changed: bool) -> None:
-        """Which hosts, reached how, and whether one value is another."""
+    def set(self, number: int, net: str, changed: int = 0) -> None:
+        """Which hosts, reached how, and by how much one value is another."""
         data = workload.read()
-        data["values"][VALUE] += int(changed)
+        data["values"][VALUE] += changed
         things = self.folder / "things.yml"
         things.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
         addresses = self.hosts.addresses(number, net)
