@@ -105,7 +105,12 @@ def _runner(
 ) -> Any:
     """An ansible-runner that writes nothing but into `private`, and prints nothing."""
     from ansible_runner import interface
+    from ansible_runner.runner import pexpect
 
+    # ansible-runner closes the terminal of a process that has ended, and its library would wait a tenth of a second for
+    # the kernel to notice that.
+    at_once = property(lambda process: 0, lambda process, seconds: None)
+    pexpect.pty_spawn.ptyprocess.PtyProcess.delayafterclose = at_once
     private.mkdir(mode=0o700)
 
     def handle(event: Mapping[str, Any]) -> bool:
