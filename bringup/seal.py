@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ UNDO = "undo.yml"
 
 EXECUTED = re.compile(r"module_name=\"(\w+)\"")
 IMPORTS = re.compile(r"^\s*from +([\w.]+) +import +([^#\n(]+|\([^)]*\))", re.MULTILINE)
+ROOT_OF = re.compile(r"^ansible/module_utils/bringup_node")
+"""What `bringup/node` is called on a node."""
+
 PARTS = ("defaults", "files", "handlers", "tasks", "templates", "vars")
 """Folders of a role that decide what it does."""
 
@@ -184,19 +188,19 @@ class _Programs:
 
 
 def _imported(path: Path) -> set[Path]:
-    """Files of this checkout that a Python file imports, at its top or later."""
+    """Files of this checkout that a Python file imports, at its top or later. In strings: a Path for each that may be
+    there takes longer than all else."""
     text = path.read_text(encoding="utf-8")
-    found = {ROOT / "plugins" / "modules" / f"{name}.py" for name in EXECUTED.findall(text)}
+    root = f"{ROOT}/"
+    found = {f"{root}plugins/modules/{name}.py" for name in EXECUTED.findall(text)}
     for module, names in IMPORTS.findall(text):
-        folder = ROOT / re.sub(
-            r"^ansible/module_utils/bringup_node", "bringup/node", module.replace(".", "/")
-        )
-        if module.startswith("."):
-            folder = path.parent / module.lstrip(".").replace(".", "/")
-        found.add(folder.with_suffix(".py"))
-        found |= {folder / f"{name}.py" for name in re.findall(r"\w+", names)}
-        found.add(folder / "__init__.py")
-    return {one for one in found if ROOT in one.parents and one.is_file()}
+        words = module.lstrip(".").replace(".", "/")
+        inside = f"{path.parent}/{words}".rstrip("/")
+        folder = inside if module.startswith(".") else root + ROOT_OF.sub("bringup/node", words)
+        found.add(f"{folder}.py")
+        found.add(f"{folder}/__init__.py")
+        found |= {f"{folder}/{name}.py" for name in re.findall(r"\w+", names)}
+    return {Path(one) for one in found if one.startswith(root) and os.path.isfile(one)}  # noqa: PTH113
 
 
 # --- what follows -------------------------------------------------------------------------------------------
