@@ -57,6 +57,27 @@ def test_a_speed_is_the_median_of_warm_requests_or_of_whole_batches() -> None:
     assert report.speed(rung, 8) is None
 
 
+def test_first_runs_that_are_clearly_slow_do_not_count() -> None:
+    steady = [500.0, 505.0, 498.0, 502.0, 499.0, 503.0]
+    rung = {"rows": [row(1, [4000, 2000, 1500, *steady], cold=1)]}
+    assert round(report.speed(rung, 1) or 0) == 998
+    assert report.warm([1.0, 2.0]) == 1.5
+
+
+def test_two_runs_are_compared_with_what_their_cpus_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(latency: float, loop: float, steal: int) -> dict[str, Any]:
+        rung = {"rows": [row(1, [latency] * 5)], "start": {"seconds": 40.0}}
+        pace = {"loop_ms": [[loop, loop], [loop]], "ticks": [90, 0, 0, 900, 0, 0, 0, steal]}
+        return {"rungs": {report.PROFILE: rung}, "pace": {report.PROFILE: pace}}
+
+    bare = one(500, 1, 0)
+    del bare["pace"]
+    monkeypatch.setattr(report, "runs", lambda: [bare, one(500, 13.1, 0), one(600, 15.2, 10)])
+    _, _, first, second = report.differences()
+    assert first.endswith("| 2 against 1 | +0% | - | +0% | yes | - -> 13.1 | - -> 0.0% |")
+    assert second.endswith("| 3 against 2 | -17% | - | +0% | no | 13.1 -> 15.2 | 0.0% -> 1.0% |")
+
+
 def test_what_drafts_nothing_has_no_accept_length() -> None:
     rung = {"rows": [row(1, [1000], accept_length=[]), row(8, [1000], accept_length=[3.0, 3.5])]}
     assert (report.accepted(rung, 1), report.accepted(rung, 8)) == (None, 3.25)
