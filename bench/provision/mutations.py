@@ -41,6 +41,7 @@ from bringup.node import seal as node
 
 INVOKE = Path(sys.executable).parent / "invoke"
 RUN_LIMIT_S = 1800
+BOUND = ("state", "mode", "uid", "gid", "target")
 NODE_LIMIT_S = 120
 LOOKS = 3
 LOOK_AGAIN_S = 20
@@ -114,6 +115,15 @@ def seals(host: str) -> dict[str, dict[str, Any]]:
     text = on(host, "cd /var/lib/bringup/seals && for f in *.json; do cat $f; echo; done")
     found = [json.loads(line) for line in text.splitlines() if line]
     return {seal["role"]: seal for seal in found}
+
+
+def bound(host: str) -> dict[str, dict[str, Any]]:
+    """Thing -> what the seals of a node say of it that must be so again."""
+    return {
+        thing: {name: row[name] for name in BOUND if name in row}
+        for seal in seals(host).values()
+        for thing, row in seal["rows"].items()
+    }
 
 
 def ways(row: Mapping[str, Any]) -> dict[str, str]:
@@ -265,6 +275,7 @@ def play(inventory: str, hosts: Sequence[str], chosen: Sequence[Mutation], numbe
     """One round: each change and a look after it, then a provision and a look."""
     untouched = sorted(set(hosts) - {one.host for one in chosen})
     rows = []
+    before = {host: bound(host) for host in {one.host for one in chosen}}
     for one in chosen:
         on(one.host, one.command)
         seen = look(inventory)
@@ -274,8 +285,11 @@ def play(inventory: str, hosts: Sequence[str], chosen: Sequence[Mutation], numbe
     provision(inventory)
     after = look(inventory)
     story.looked(after, untouched)
+    now = {host: bound(host) for host in before}
     for row in rows:
-        row["put_back"] = row["thing"] not in after[row["host"]]
+        host, thing = row["host"], row["thing"]
+        # Sealed as it was left by others would be no difference either.
+        row["put_back"] = thing not in after[host] and now[host].get(thing) == before[host].get(thing)
         row["provision_s"] = round(time.monotonic() - begun, 1)
     story.rows += rows
     story.alarms += [

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -161,14 +162,18 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
     With `check_only` it only says what it would do. Raises EnvironmentFailed; then what was there before is
     there still, and the link still leads to it.
     """
+    about = Path(wanted.prefix) / MANIFEST
     if check_only:
-        return _outcome(wanted, not is_ready(wanted), not is_linked(wanted), superseded(wanted))
+        build_due = not is_ready(wanted)
+        mended = not build_due and not _is_ours(about)
+        return _outcome(wanted, build_due, not is_linked(wanted), superseded(wanted), mended)
     lock = Path(wanted.prefix).parent / ".lock"
     _remember(wanted, [lock, *([Path(wanted.link)] if wanted.link else [])])
     with locked(lock, LOCK_LIMIT_S):
         built = not is_ready(wanted)
         if built:
             build(wanted)
+        mended = not _is_ours(about)
         note_content(Path(wanted.prefix))
         switched = not is_linked(wanted)
         if switched:
@@ -177,7 +182,7 @@ def ensure(wanted: Wanted, check_only: bool = False) -> dict[str, Any]:
         for path in pruned:
             remove(path)
         seal.claim(_claims(wanted))
-        return _outcome(wanted, built, switched, pruned)
+        return _outcome(wanted, built, switched, pruned, mended)
 
 
 def is_only_touched(prefix: Path, about: Mapping[str, Any]) -> bool:
@@ -203,10 +208,11 @@ def _wheel_digest(path: Path) -> str:
 
 
 def note_content(prefix: Path) -> None:
-    """Completes the manifest with what is there; an environment from before that was done counts as it is found."""
+    """Completes the manifest with what is there; an environment from before that was done counts as it is found. One
+    that others have made theirs, or may write, is ours again."""
     about = manifest(prefix)
     noted = {"content": fingerprint(prefix), "shape": seal.fingerprint(prefix, UNCOUNTED, times=False)}
-    if {**about, **noted} != about:
+    if {**about, **noted} != about or not _is_ours(prefix / MANIFEST):
         about.update(noted)
         write_atomic(prefix / MANIFEST, json.dumps(about, indent=1, sort_keys=True) + "\n")
 
@@ -217,7 +223,7 @@ def _claims(wanted: Wanted) -> list[dict[str, Any]]:
     digest = seal.sha256(prefix / MANIFEST)
     rows = [
         {"kind": "tree", "name": wanted.prefix, "but": UNCOUNTED, "content": fingerprint(prefix)},
-        seal.path_row(prefix / MANIFEST, "file", sha256=digest),
+        seal.path_row(prefix / MANIFEST, "file", **_rights(), sha256=digest),
     ]
     if wanted.link:
         rows.append(seal.path_row(wanted.link, "link", target=wanted.prefix))
@@ -229,6 +235,17 @@ def _claims(wanted: Wanted) -> list[dict[str, Any]]:
     ]
 
 
+def _rights() -> dict[str, int]:
+    """Whose the manifest is, and who may write it."""
+    return {"mode": 0o644, "uid": os.geteuid(), "gid": os.getegid()}
+
+
+def _is_ours(path: Path) -> bool:
+    status = path.stat()
+    found = {"mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid, "gid": status.st_gid}
+    return found == _rights()
+
+
 def _remember(wanted: Wanted, paths: Sequence[Path] = (), trees: Sequence[str] = ()) -> None:
     """Keeps in the role's journal what is there now, before it is changed."""
     if wanted.role:
@@ -237,9 +254,11 @@ def _remember(wanted: Wanted, paths: Sequence[Path] = (), trees: Sequence[str] =
         journal.remember_trees(map(Path, trees))
 
 
-def _outcome(wanted: Wanted, built: bool, switched: bool, pruned: Sequence[Path]) -> dict[str, Any]:
+def _outcome(
+    wanted: Wanted, built: bool, switched: bool, pruned: Sequence[Path], mended: bool
+) -> dict[str, Any]:
     return {
-        "changed": bool(built or switched or pruned),
+        "changed": bool(built or switched or pruned or mended),
         "built": built,
         "switched": switched,
         "pruned": [str(path) for path in pruned],

@@ -118,6 +118,24 @@ def test_an_undo_takes_all_environments_their_link_and_the_downloads(
     assert sorted(place.rglob("*")) == sorted([*before, place / "log", place / "log" / "demo.log"])
 
 
+def test_a_manifest_that_others_may_write_is_ours_again(place: Path) -> None:
+    one = wanted(place, "1.0")
+    environment.ensure(one)
+    about = Path(one.prefix) / environment.MANIFEST
+    assert not environment.ensure(one)["changed"]
+    text = about.read_text()
+    about.chmod(0o606)
+    assert environment.ensure(one, check_only=True)["changed"]
+    assert about.stat().st_mode & 0o777 == 0o606
+    answer = environment.ensure(one)
+    assert (answer["changed"], answer["built"]) == (True, False)
+    assert about.stat().st_mode & 0o777 == 0o644
+    assert about.read_text() == text
+    (row,) = (row for row in environment._claims(one) if row["name"] == str(about))
+    assert (row["mode"], row["uid"], row["gid"]) == (0o644, os.geteuid(), os.getegid())
+    assert not environment.ensure(one)["changed"]
+
+
 def test_what_a_process_runs_from_stays_until_it_ends(place: Path) -> None:
     first, second = wanted(place, "1.0"), wanted(place, "2.0", keep=0)
     environment.ensure(first)
